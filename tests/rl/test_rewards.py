@@ -1,0 +1,114 @@
+import threading
+import time
+
+import pytest
+
+from trace_jax.rl import math_process, rewards
+from trace_jax.rl.examples import Example
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (" 42\n", "42"),
+        ("so <answer> 42 </answer>, I think", "42"),
+        ("<answer>1</answer> no, <answer>2</answer>", "2"),
+        ("<answer>a <answer>2</answer>", "2"),
+        ("<answer>1</answer> \\boxed{2} #### 3", "1"),
+        ("thus \\boxed{1} or \\boxed{\\frac{1}{2}}.", "\\frac{1}{2}"),
+        ("{ \\boxed{\\boxed{4}} }", "4"),
+        ("} \\boxed{4} and \\boxed{5", "4"),
+        ("24+48 = 72\n#### 72\nThe end", "72"),
+        ("#### 1 #### 2", "2"),
+        ("####", ""),
+        ("<answer>42", "<answer>42"),
+        ("42</answer>", "42</answer>"),
+        ("\\boxed{42", "\\boxed{42"),
+        ("", ""),
+    ],
+)
+def test_extract(text, answer):
+    assert rewards.extract(text) == answer
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "reward"),
+    [
+        ("4", "4", 1.0),
+        (" 4 ", "4", 1.0),
+        ("#### 1,234", "1234", 1.0),
+        ("\\boxed{-1234567.5}", "-1,234,567.5", 1.0),
+        ("1, 2", "1, 2", 1.0),
+        ("1,2", "12", 0.0),  # not the grouping of one number
+        ("0123456789", "4", 0.0),
+        ("4 4", "4", 0.0),
+        ("1 2 3 4", "4", 0.0),
+        ("Answer: 4", "4", 0.0),
+        ("<answer>1</answer><answer>4</answer><answer>9</answer>", "4", 0.0),
+        ("", "4", 0.0),
+        ("4.0", "4", 0.0),
+    ],
+)
+def test_exact_match_pays_for_the_answer_and_not_for_spam(completion, answer, reward):
+    assert rewards.exact_match(completion, Example("?", answer)) == reward
+
+
+@pytest.mark.parametrize("spam", ["\\boxed{", "<answer>", "{", "}", "####", "\\boxed{}"])
+def test_extraction_takes_linear_time(spam):
+    start = time.perf_counter()
+    rewards.extract(spam * 50_000)
+    assert time.perf_counter() - start < 2
+
+
+def test_an_unknown_reward_lists_the_choices():
+    with pytest.raises(ValueError, match=r"task.reward='f1' is unknown; .*\['exact', 'math'\]"):
+        rewards.choose("f1")
+
+
+def test_a_missing_math_verify_names_the_fix(monkeypatch):
+    monkeypatch.setattr(rewards, "_MATH", rewards._MathProcess())
+    monkeypatch.setattr(rewards.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"pip install -r requirements-tasks.txt"):
+        rewards.choose("math")
+
+
+class TestMath:
+    @pytest.fixture(autouse=True)
+    def _installed(self):
+        pytest.importorskip("math_verify")
+
+    @pytest.mark.parametrize(
+        ("completion", "answer", "reward"),
+        [
+            ("The answer is 0.5.", "\\frac{1}{2}", 1.0),
+            ("\\boxed{1/2}", "0.5", 1.0),
+            ("<answer>13</answer>", "13", 1.0),
+            ("<answer>$\\frac{26}{2}$</answer>", "13", 1.0),
+            ("#### 1,234", "1234", 1.0),
+            ("x is \\boxed{x = 4}", "4", 1.0),
+            ("{2, 1}", "\\{1, 2\\}", 0.0),
+            ("\\boxed{\\{2, 1\\}}", "\\{1, 2\\}", 1.0),
+            ("0123456789", "4", 0.0),
+            ("\\boxed{1, 2, 3, 4}", "4", 0.0),
+            ("\\boxed{3} or \\boxed{4}", "3", 0.0),
+            ("", "4", 0.0),
+            ("no idea \ud83d", "4", 0.0),
+        ],
+    )
+    def test_equal_values_are_equal(self, completion, answer, reward):
+        assert rewards.math_equal(completion, Example("?", answer)) == reward
+
+    def test_it_works_in_a_thread(self):
+        scores = []
+        example = Example("?", "4")
+        thread = threading.Thread(target=lambda: scores.append(rewards.math_equal("4", example)))
+        thread.start()
+        thread.join()
+        assert scores == [1.0]
+
+    def test_a_formula_without_end_scores_zero_and_the_next_one_is_scored(self):
+        example = Example("?", "4")
+        start = time.perf_counter()
+        assert rewards.math_equal("\\boxed{9^{9^{9^{9}}}}", example) == 0.0
+        assert time.perf_counter() - start < math_process.SECONDS + 15
+        assert rewards.math_equal("\\boxed{4}", example) == 1.0

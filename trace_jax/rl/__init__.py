@@ -1,0 +1,1 @@
+"""Reinforcement learning: tasks, rewards, batches, advantages, losses, queue and loop."""
