@@ -1,0 +1,138 @@
+"""BlockScaled, the pytree of every FP4 tensor, and Operand, what a matrix product reads of it.
+
+    value = e2m1(code) * block scale * outer scale
+
+Blocks lie along the last axis. The outer scale has a *prefix* of the leading axes: shape () is one
+scale for the tensor, x.shape[:-1] one a row, [L, E] one for each expert's matrix of [L, E, F, D].
+Leading axes therefore shard, scan and slice like those of an array.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from trace_jax.formats import e2m1
+
+FLOAT32_MAX = float(np.finfo(np.float32).max)
+BLOCK = {"nvfp4": 16, "mxfp4": 32, "mxfp4_floor": 32}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class BlockScaled:
+    """A tensor [..., n] in FP4."""
+
+    codes: jax.Array  # uint8 [..., n/2], element 2i in the low nibble
+    scales: jax.Array  # float8_e4m3fn [..., n/16] (nvfp4) or float8_e8m0fnu [..., n/32] (mxfp4)
+    outer: jax.Array | None  # float32, decoding scale, a prefix of the leading axes; None for mxfp4
+    fmt: str = dataclasses.field(default="nvfp4", metadata=dict(static=True))  # a key of BLOCK
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the tensor that the codes stand for."""
+        return (*self.codes.shape[:-1], self.codes.shape[-1] * 2)
+
+    def __getitem__(self, index) -> "BlockScaled":
+        """The slice [index] over leading axes: ints, slices or arrays; the last axis stays whole."""
+        index = index if isinstance(index, tuple) else (index,)
+        if len(index) >= self.codes.ndim or any(i is None or i is Ellipsis for i in index):
+            raise IndexError(
+                f"BlockScaled{self.shape}: index {index} must name leading axes one by one; "
+                "the last axis is blocked and stays whole"
+            )
+        outer = self.outer if self.outer is None else self.outer[index[: self.outer.ndim]]
+        return BlockScaled(self.codes[index], self.scales[index], outer, self.fmt)
+
+
+class Operand(NamedTuple):
+    """What a matrix product reads: value = values * outer, the outer scale applied after the dot.
+
+    For FP4 the values are code x block scale: at most 6 significant bits (for NVFP4 within
+    [2^-10, 2688]), hence exact in bfloat16. A tensor that is not quantized has outer None.
+    """
+
+    values: jax.Array  # [..., n], compute dtype
+    outer: jax.Array | None  # float32, a prefix of the leading axes, or None
+
+
+def zeros(shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+    """Zero bytes of any dtype, for the buffers and the padding of a BlockScaled or a Guide.
+
+    E8M0 has no zero: jnp.zeros of it is NaN, whereas its byte 0 is the smallest scale, 2^-127.
+    """
+    if dtype == jnp.float8_e8m0fnu:
+        return jax.lax.bitcast_convert_type(jnp.zeros(shape, jnp.uint8), dtype)
+    return jnp.zeros(shape, dtype)
+
+
+def to_float32(x: jax.Array) -> jax.Array:
+    """x as float32 with its own precision pinned.
+
+    XLA may skip the rounding to bfloat16 that precedes a conversion back; a block maximum would
+    then be taken over values the other side never saw. reduce_precision cannot be skipped.
+    """
+    if x.dtype == jnp.float32:
+        return x
+    info = jnp.finfo(x.dtype)
+    return jax.lax.reduce_precision(x.astype(jnp.float32), info.nexp, info.nmant)
+
+
+def split_blocks(x: jax.Array, block: int) -> jax.Array:
+    """x [..., n] as [..., n/block, block]. Raises ValueError when the block does not divide n."""
+    if x.shape[-1] % block:
+        raise ValueError(
+            f"last axis of {x.shape} is {x.shape[-1]}, not a multiple of the FP4 block {block}; "
+            f"pad it to {-(-x.shape[-1] // block) * block} or leave this tensor in BF16"
+        )
+    return x.reshape(*x.shape[:-1], -1, block)
+
+
+def expand_prefix(outer: jax.Array, ndim: int) -> jax.Array:
+    """A prefix-shaped scale with trailing ones, ready to multiply an array of `ndim` axes."""
+    return outer.reshape(outer.shape + (1,) * (ndim - outer.ndim))
+
+
+def block_factor(scales: jax.Array, outer: jax.Array | None) -> jax.Array:
+    """Float32 [..., n/b]: what a decoded code is multiplied by (block scale x outer scale)."""
+    factor = scales.astype(jnp.float32)
+    return factor if outer is None else factor * expand_prefix(outer, factor.ndim)
+
+
+def normalise(x: jax.Array, scales: jax.Array, outer: jax.Array | None) -> jax.Array:
+    """z float32 [..., n] = x in units of its block's scale: the value that is rounded to E2M1.
+
+    The reciprocal is taken first and multiplied, as Transformer Engine does, and clamped to the
+    largest float32 so that a zero scale gives 0 for a zero x. Source: method.md 3.2, 1.12.
+    """
+    multiplier = jnp.minimum(1 / block_factor(scales, outer), FLOAT32_MAX)
+    z = split_blocks(to_float32(x), x.shape[-1] // scales.shape[-1]) * multiplier[..., None]
+    return z.reshape(x.shape)
+
+
+def pack(codes: jax.Array, scales: jax.Array, outer: jax.Array | None, fmt: str) -> BlockScaled:
+    """BlockScaled of unpacked codes uint8 [..., n]."""
+    return BlockScaled(e2m1.pack_bits(codes, 4), scales, outer, fmt)
+
+
+def unpack(q: BlockScaled) -> jax.Array:
+    """Codes uint8 [..., n], one a byte."""
+    return e2m1.unpack_bits(q.codes, 4)
+
+
+def scaled_codes(codes: jax.Array, factor: jax.Array) -> jax.Array:
+    """Float32 [..., n] = code * its block's factor [..., n/b]; exactly +0 where the factor is 0."""
+    blocks = split_blocks(e2m1.decode(codes), codes.shape[-1] // factor.shape[-1])
+    return jnp.where(factor[..., None] == 0, 0, blocks * factor[..., None]).reshape(codes.shape)
+
+
+def dequantize(q: BlockScaled) -> jax.Array:
+    """Float32 [..., n]: code * (block scale * outer scale)."""
+    return scaled_codes(unpack(q), block_factor(q.scales, q.outer))
+
+
+def operand(q: BlockScaled, dtype: jnp.dtype) -> Operand:
+    """The Operand of q: code * block scale in `dtype` (exact in bfloat16), outer scale apart."""
+    return Operand(scaled_codes(unpack(q), block_factor(q.scales, None)).astype(dtype), q.outer)

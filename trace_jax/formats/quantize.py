@@ -1,0 +1,38 @@
+"""Rounding to any format by name: the one quantizer of trainer, rollout, cache and export."""
+
+import jax
+
+from trace_jax.formats import block_scaled, e2m1, mxfp4, nvfp4
+from trace_jax.formats.block_scaled import BLOCK, BlockScaled
+
+
+def check_format(fmt: str) -> str:
+    """fmt itself. Raises ValueError, listing the choices, when it is not a format."""
+    if fmt not in BLOCK:
+        raise ValueError(f"unknown FP4 format {fmt!r}: choose one of {sorted(BLOCK)}")
+    return fmt
+
+
+def scales_of(x: jax.Array, fmt: str, outer: str | jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    """Block scales and outer scale (None for MXFP4) of x [..., n] in the named format."""
+    if check_format(fmt) == "nvfp4":
+        return nvfp4.scales_of(x, outer)
+    return mxfp4.scales_of(x, fmt), None
+
+
+def quantize(x: jax.Array, fmt: str, outer: str | jax.Array = "row") -> BlockScaled:
+    """x [..., n] rounded to nearest in the named format; `outer` as in nvfp4, unused by MXFP4."""
+    scales, outer = scales_of(x, fmt, outer)
+    codes = e2m1.encode(block_scaled.normalise(x, scales, outer))
+    return block_scaled.pack(codes, scales, outer, fmt)
+
+
+def quantize_matrices(w: jax.Array, fmt: str) -> BlockScaled:
+    """Weights [..., F, D] rounded to nearest, one outer scale for each [F, D] matrix.
+
+    What shares an outer scale is stacked on F: gate and up are one matrix [2F, D].
+    """
+    one = lambda matrix: quantize(matrix, fmt, outer="tensor")
+    for _ in range(w.ndim - 2):
+        one = jax.vmap(one)
+    return one(w)

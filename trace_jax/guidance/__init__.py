@@ -1,0 +1,1 @@
+"""The paper's idea: rounding guided by what the rollout rounded to, as data."""

@@ -1,0 +1,154 @@
+"""The guided FP4 quantizer (TRACE sections 3.1 and 3.2).
+
+The rollout keeps, of every value it quantizes, a few bits of the E2M1 code and the scales: a
+`Guide`. The trainer normalises its own value by the *recorded* scale, takes the two neighbouring
+codes around it, and lets the guide pick one:
+
+    z = clip(x / s, -6, 6)       {low, high} = bracket(z)       code = the one the guide names
+
+Encodings, with their cost a value:
+    codes  4 bits  the neighbour nearer to the recorded code: |q - q_rollout| never above that of
+                   rounding to nearest with the same scale
+    low1   1 bit   the neighbour whose low bit matches; neighbours always differ in it
+    low2   2 bits  the neighbour nearer to the closest code with those low bits
+Wherever z lies exactly on the grid it stays, so replaying a rollout's own values changes nothing.
+
+Every gradient here is straight through: d y / d x = 1, nothing for the guide.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from trace_jax.formats import block_scaled, e2m1
+from trace_jax.formats import quantize as formats
+from trace_jax.formats.block_scaled import BlockScaled, Operand
+
+BITS = {"codes": 4, "low1": 1, "low2": 2}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Guide:
+    """What a rollout keeps of a BlockScaled [..., n]. All-zero padding decodes to zeros."""
+
+    bits: jax.Array  # uint8 [..., n*b/8]: the low b bits of each code, first value in the low end
+    scales: jax.Array  # the rollout's block scales [..., n/16]
+    outer: jax.Array | None  # the rollout's outer scale float32, a prefix of the leading axes
+    fmt: str = dataclasses.field(metadata=dict(static=True))
+    encoding: str = dataclasses.field(metadata=dict(static=True))
+
+
+def check_encoding(encoding: str) -> str:
+    """encoding itself. Raises ValueError, listing the choices, when it is not one."""
+    if encoding not in BITS:
+        raise ValueError(f"unknown guidance encoding {encoding!r}: choose one of {sorted(BITS)}")
+    return encoding
+
+
+def encode(q: BlockScaled, encoding: str) -> Guide:
+    """The Guide that the rollout keeps of q. Raises ValueError for an unknown encoding."""
+    bits = BITS[check_encoding(encoding)]
+    packed = q.codes
+    if bits < 4:
+        packed = e2m1.pack_bits(block_scaled.unpack(q) & jnp.uint8(2**bits - 1), bits)
+    return Guide(packed, q.scales, q.outer, q.fmt, encoding)
+
+
+def _pick_low1(z, low, high, bit):
+    return jnp.where((low & 1) == bit, low, high)
+
+
+def _pick_codes(z, low, high, code):
+    # In the direction of z; the recorded code never lies strictly inside the bracket.
+    recorded = e2m1.decode(code) * jnp.where(z < 0, -1, 1)
+    return jnp.where(recorded >= e2m1.magnitude(high), high, low)
+
+
+def _pick_low2(z, low, high, bits):
+    # Four codes share two low bits: m, m + 4 and their negatives. The closest one stands in.
+    candidates = jnp.stack([bits, bits + 4, bits + 8, bits + 12])
+    nearest = jnp.argmin(jnp.abs(e2m1.decode(candidates) - z), axis=0, keepdims=True)
+    return _pick_codes(z, low, high, jnp.take_along_axis(candidates, nearest, axis=0)[0])
+
+
+PICK = {"codes": _pick_codes, "low1": _pick_low1, "low2": _pick_low2}
+
+
+def round_guided(x: jax.Array, guide: Guide) -> tuple[BlockScaled, jax.Array]:
+    """x [..., n] rounded under guidance, and bool [..., n]: where no neighbour fits the guide.
+
+    A value is out of its bracket when neither neighbour carries the recorded bits: the trainer has
+    drifted further than one code. With low1 that cannot be seen (always False).
+    """
+    z = block_scaled.normalise(x, guide.scales, guide.outer)
+    z = jnp.clip(z, -e2m1.MAX, e2m1.MAX)
+    low, high = e2m1.bracket(z)
+    recorded = e2m1.unpack_bits(guide.bits, BITS[guide.encoding])
+    picked = jnp.where(low == high, low, PICK[guide.encoding](z, low, high, recorded))
+    codes = e2m1.with_sign(picked, z)
+    mask = jnp.uint8(2 ** BITS[guide.encoding] - 1)
+    return (
+        block_scaled.pack(codes, guide.scales, guide.outer, guide.fmt),
+        (low != high) & ((codes & mask) != recorded),
+    )
+
+
+def round_value(x: jax.Array, fmt: str, outer: str | jax.Array, guide: Guide | None) -> BlockScaled:
+    """x [..., n] rounded under guidance where a guide is given, else to nearest."""
+    return formats.quantize(x, fmt, outer) if guide is None else round_guided(x, guide)[0]
+
+
+@jax.custom_vjp
+def straight_through(x: jax.Array, values: jax.Array, outer: jax.Array | None) -> jax.Array:
+    """`values`, where values * outer stands for x. Backward: dx = dvalues / outer, nothing else.
+
+    Through the product with `outer` that follows, d y / d x is 1: the straight-through estimator.
+    """
+    return values
+
+
+def _straight_through_forward(x, values, outer):
+    return values, (outer, jnp.zeros((), x.dtype))
+
+
+def _straight_through_backward(saved, d_values):
+    outer, like = saved
+    dx = d_values.astype(jnp.float32)
+    if outer is not None:
+        outer = block_scaled.expand_prefix(outer, dx.ndim)
+        dx = jnp.where(outer == 0, 0, dx / outer)  # an all-zero guide: padding, no gradient
+    return dx.astype(like.dtype), None, None
+
+
+straight_through.defvjp(_straight_through_forward, _straight_through_backward)
+
+
+def quantize_operand(x: jax.Array, q: BlockScaled, dtype: jnp.dtype) -> Operand:
+    """The Operand of q in `dtype`, with x's gradient straight through; q is x, quantized."""
+    values, outer = block_scaled.operand(jax.lax.stop_gradient(q), dtype)
+    return Operand(straight_through(x, values, outer), outer)
+
+
+@jax.custom_vjp
+def quantize_guided(x: jax.Array, guide: Guide) -> jax.Array:
+    """x rounded under guidance, float32 [..., n]. Backward: identity to x, nothing to the guide."""
+    return block_scaled.dequantize(round_guided(x, guide)[0])
+
+
+def fake_quantize(x: jax.Array, fmt: str = "nvfp4", outer: str | jax.Array = "row") -> jax.Array:
+    """x rounded to nearest in `fmt`, float32 [..., n]. Backward: identity (straight through)."""
+    q = formats.quantize(jax.lax.stop_gradient(x), fmt, outer)
+    return straight_through(x, block_scaled.dequantize(q), None)
+
+
+def _guided_forward(x, guide):
+    return quantize_guided(x, guide), jnp.zeros((), x.dtype)
+
+
+def _guided_backward(like, dy):
+    return dy.astype(like.dtype), None
+
+
+quantize_guided.defvjp(_guided_forward, _guided_backward)

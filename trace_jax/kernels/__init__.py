@@ -1,0 +1,1 @@
+"""Matrix products over FP4 operands. Two functions, used by every quantized layer."""

@@ -1,0 +1,106 @@
+"""The grouped product of mixture-of-experts layers, for any number of experts, dropping no token.
+
+Rows are sorted by expert into blocks of equal height, each block belonging to one expert; the product
+is one small matmul a block. Work grows with the tokens routed, not with the number of experts, as a
+masked dense product would (`jax.lax.ragged_dot` is one on CPU and CUDA). Each expert wastes at most
+one block.
+
+Letters: N tokens, A experts a token, E experts, b blocks, R rows a block, D in, F out.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from trace_jax.formats.block_scaled import Operand
+
+
+class Dispatch(NamedTuple):
+    """Where each (token, choice) goes, and which expert owns each block."""
+
+    slot_NA: jax.Array  # int32, row in the [b * R] stack of blocks
+    expert_b: jax.Array  # int32
+    rows: int  # R
+
+
+def dispatch_plan(expert_NA: jax.Array, num_experts: int) -> Dispatch:
+    """The Dispatch of tokens to chosen experts, int32 [N, A] in [0, num_experts)."""
+    expert = expert_NA.reshape(-1)
+    average = max(1, expert.size // num_experts)
+    rows = min(64, max(4, 1 << (average - 1).bit_length()))
+    blocks = -(-expert.size // rows) + num_experts
+    order = jnp.argsort(expert, stable=True)
+    count_E = jnp.bincount(expert, length=num_experts)
+    used_E = -(-count_E // rows)
+    first_row_E = (jnp.cumsum(used_E) - used_E) * rows
+    rank = jnp.arange(expert.size) - (jnp.cumsum(count_E) - count_E)[expert[order]]
+    slot = jnp.zeros_like(expert).at[order].set(first_row_E[expert[order]] + rank)
+    expert_b = jnp.repeat(jnp.arange(num_experts), used_E, total_repeat_length=blocks)
+    return Dispatch(slot.reshape(expert_NA.shape), expert_b, rows)
+
+
+def to_blocks(x_NA: jax.Array, plan: Dispatch) -> jax.Array:
+    """Rows x [N, A, ...] laid out in blocks [b, R, ...]; rows that nobody owns are zero."""
+    blocks = plan.expert_b.shape[0]
+    rows = x_NA.reshape(-1, *x_NA.shape[2:])
+    stack = jnp.zeros((blocks * plan.rows, *rows.shape[1:]), rows.dtype)
+    stack = stack.at[plan.slot_NA.reshape(-1)].set(rows, unique_indices=True)
+    return stack.reshape(blocks, plan.rows, *rows.shape[1:])
+
+
+def from_blocks(y_bR: jax.Array, plan: Dispatch) -> jax.Array:
+    """Rows [N, A, ...] of blocks [b, R, ...]; the inverse of `to_blocks`."""
+    return y_bR.reshape(-1, *y_bR.shape[2:])[plan.slot_NA]
+
+
+@jax.custom_vjp
+def block_product(x_bRD: jax.Array, w_EFD: jax.Array, expert_b: jax.Array) -> jax.Array:
+    """x of each block times its expert's matrix transposed, float32 [b, R, F].
+
+    Backward: dx and dw by the same walk over blocks; dw is accumulated in float32.
+    """
+
+    def one(block):
+        x_RD, expert = block
+        return jnp.einsum("RD,FD->RF", x_RD, w_EFD[expert], preferred_element_type=jnp.float32)
+
+    return jax.lax.map(one, (x_bRD, expert_b))
+
+
+def _block_product_forward(x_bRD, w_EFD, expert_b):
+    return block_product(x_bRD, w_EFD, expert_b), (x_bRD, w_EFD, expert_b)
+
+
+def _block_product_backward(saved, dy_bRF):
+    x_bRD, w_EFD, expert_b = saved
+
+    def one(dw_EFD, block):
+        x_RD, dy_RF, expert = block
+        dy_RF = dy_RF.astype(x_RD.dtype)
+        dx_RD = jnp.einsum(
+            "RF,FD->RD", dy_RF, w_EFD[expert], preferred_element_type=jnp.float32
+        )
+        dw_FD = jnp.einsum("RF,RD->FD", dy_RF, x_RD, preferred_element_type=jnp.float32)
+        return dw_EFD.at[expert].add(dw_FD), dx_RD.astype(x_RD.dtype)
+
+    dw_EFD, dx_bRD = jax.lax.scan(
+        one, jnp.zeros(w_EFD.shape, jnp.float32), (x_bRD, dy_bRF, expert_b)
+    )
+    return dx_bRD, dw_EFD.astype(w_EFD.dtype), None
+
+
+block_product.defvjp(_block_product_forward, _block_product_backward)
+
+
+def grouped_matmul(x_bR: Operand, w_E: Operand, plan: Dispatch) -> jax.Array:
+    """Blocks x [b, R, D] times their experts' matrices w [E, F, D] transposed, float32 [b, R, F].
+
+    Outer scales, one a row of x and one an expert of w, are applied after the product.
+    """
+    y_bRF = block_product(x_bR.values, w_E.values, plan.expert_b)
+    if x_bR.outer is not None:
+        y_bRF = y_bRF * x_bR.outer[..., None]
+    if w_E.outer is not None:
+        y_bRF = y_bRF * w_E.outer[plan.expert_b][:, None, None]
+    return y_bRF

@@ -1,0 +1,19 @@
+"""The FP4 matrix product: operands exact in BF16, float32 accumulation, outer scales afterwards.
+
+On hardware without FP4 units this *is* the W4A4 product up to summation order (design.md section 4).
+Tensors that are not quantized come as Operands without an outer scale and take the same path.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from trace_jax.formats.block_scaled import Operand, expand_prefix
+
+
+def matmul(x: Operand, w: Operand) -> jax.Array:
+    """x [..., D] times w [F, D] transposed, float32 [..., F]. w.outer, if any, is a scalar."""
+    y = jnp.einsum("...D,FD->...F", x.values, w.values, preferred_element_type=jnp.float32)
+    for outer in (x.outer, w.outer):
+        if outer is not None:
+            y = y * expand_prefix(outer, y.ndim)
+    return y

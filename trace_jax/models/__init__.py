@@ -1,0 +1,1 @@
+"""Qwen mixture-of-experts decoders: one forward for prefill, decode and training."""

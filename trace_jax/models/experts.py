@@ -1,0 +1,109 @@
+"""The routed experts: router, FP4 grouped products, and the sites that guidance repairs.
+
+    p = softmax(x Wr) over all experts;  the top-k are chosen;  weights p_k / sum(p_k)
+    y = sum_k weight_k * (silu(x Wgate_k) * (x Wup_k)) Wdown_k
+With replayed routes the chosen experts are the rollout's, while the weights still come from this
+forward's own router logits, so the router keeps its gradient (R3, arXiv 2510.11370).
+The input is quantized once a token, before dispatch. Source: qwen.md 2.5.
+
+Letters: B sequences, T tokens, N = B T, D model, F expert hidden, E experts, A chosen experts,
+b blocks of R rows.
+"""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from trace_jax.formats.block_scaled import BlockScaled, Operand
+from trace_jax.guidance.quantizer import Guide
+from trace_jax.kernels import grouped_matmul as grouped
+from trace_jax.models.config import ModelConfig
+from trace_jax.models.layer_context import LayerContext
+from trace_jax.models.parameters import parameter, weight
+from trace_jax.parallel.mesh import over_batch
+
+
+def route(
+    logits_BTE: jax.Array, replayed_BTA: jax.Array | None, cfg: ModelConfig
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Experts to use int32, their weights float32, and the router's own choice, all [B, T, A].
+
+    The first and last differ only where routes are replayed. Ties go to the lower index.
+    """
+    probability_BTE = jax.nn.softmax(logits_BTE, axis=-1)
+    _, own_BTA = jax.lax.top_k(probability_BTE, cfg.num_experts_per_token)
+    chosen_BTA = own_BTA if replayed_BTA is None else replayed_BTA.astype(jnp.int32)
+    weight_BTA = jnp.take_along_axis(probability_BTE, chosen_BTA, axis=-1)
+    if cfg.norm_topk_prob:
+        weight_BTA = weight_BTA / jnp.sum(weight_BTA, axis=-1, keepdims=True)
+    return chosen_BTA, weight_BTA, own_BTA
+
+
+class Experts(nn.Module):
+    """The mixture-of-experts block of one layer."""
+
+    cfg: ModelConfig
+
+    @nn.compact
+    def __call__(
+        self, x_BTD: jax.Array, context: LayerContext, replayed_BTA: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array, dict[str, BlockScaled]]:
+        """Output float32 [B, T, D], the router's own choice [B, T, A], and what was quantized."""
+        cfg, std = self.cfg, self.cfg.initializer_range
+        D, F, E = cfg.hidden_size, cfg.moe_intermediate_size, cfg.num_experts
+        router_ED = parameter(self, "router", (E, D), ("expert", "embed"), nn.initializers.normal(std))
+        gate_up = weight(self, "gate_up", (E, 2 * F, D), ("expert", "mlp", "embed"), context, std)
+        down = weight(self, "down", (E, D, F), ("expert", "embed", "mlp"), context, std)
+
+        logits_BTE = jnp.einsum("BTD,ED->BTE", x_BTD, router_ED.astype(jnp.float32))
+        chosen_BTA, weight_BTA, own_BTA = route(logits_BTE, replayed_BTA, cfg)
+        x, q_in = context.quantize("experts/in", x_BTD)
+
+        y_BTD, q_mid = over_batch(
+            functools.partial(expert_mixture, context),
+            x,
+            chosen_BTA,
+            weight_BTA,
+            context.guides.get("experts/mid"),
+            whole=(gate_up, down),
+        )
+        quantized = {"experts/in": q_in, "experts/mid": q_mid}
+        return y_BTD, own_BTA, {s: q for s, q in quantized.items() if q is not None}
+
+
+def expert_mixture(
+    context: LayerContext,
+    x_BT: Operand,
+    chosen_BTA: jax.Array,
+    weight_BTA: jax.Array,
+    mid_guide: Guide | None,
+    gate_up: Operand,
+    down: Operand,
+) -> tuple[jax.Array, BlockScaled | None]:
+    """The weighted sum of the chosen experts, float32 [B, T, D], and their quantized hidden rows.
+
+    The hidden rows are [B, T, A, F] in the order of `chosen_BTA`, as is `mid_guide`.
+    """
+    B, T, A = chosen_BTA.shape
+    plan = grouped.dispatch_plan(chosen_BTA.reshape(B * T, A), gate_up.values.shape[0])
+
+    def spread(rows):  # [B, T, ...] -> blocks, a copy for each choice
+        rows = rows.reshape(B * T, 1, *rows.shape[2:])
+        return grouped.to_blocks(jnp.broadcast_to(rows, (B * T, A, *rows.shape[2:])), plan)
+
+    def arrange(rows):  # [B, T, A, ...] -> blocks
+        return grouped.to_blocks(rows.reshape(B * T, A, *rows.shape[3:]), plan)
+
+    def restore(rows):  # blocks -> [B, T, A, ...]
+        return grouped.from_blocks(rows, plan).reshape(B, T, A, *rows.shape[2:])
+
+    hidden = grouped.grouped_matmul(jax.tree.map(spread, x_BT), gate_up, plan)
+    gate, up = jnp.split(hidden, 2, axis=-1)
+    mid, q_mid = context.quantize_under(
+        "experts/mid", jax.nn.silu(gate) * up, jax.tree.map(arrange, mid_guide)
+    )
+    y_BTAD = restore(grouped.grouped_matmul(mid, down, plan))
+    y_BTD = jnp.einsum("BTAD,BTA->BTD", y_BTAD, weight_BTA)
+    return y_BTD, jax.tree.map(restore, q_mid)

@@ -1,0 +1,1 @@
+"""Mesh and sharding rules. Knows nothing of models or formats."""

@@ -1,0 +1,95 @@
+"""The device mesh and the one table that says which logical axis lies on which mesh axis.
+
+Mesh axes: `data` and `fsdp` split the batch; `fsdp`, `expert` and `tensor` split parameters.
+"""
+
+import math
+from collections.abc import Mapping
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+MESH_AXES = ("data", "fsdp", "expert", "tensor")
+BATCH = ("data", "fsdp")
+
+RULES = {  # logical axis of a parameter -> mesh axis, or None for replicated
+    "layers": None,
+    "vocab": "tensor",
+    "embed": "fsdp",
+    "heads": "tensor",
+    "expert": "expert",
+    "mlp": "tensor",
+    "norm": None,
+}
+
+
+def make_mesh(sizes: Mapping[str, int], devices: list | None = None) -> Mesh:
+    """The Mesh over `devices` (default: all); one size may be -1 and takes what is left.
+
+    Raises ValueError for an unknown axis or when the sizes do not use the devices exactly.
+    """
+    devices = jax.devices() if devices is None else devices
+    unknown = set(sizes) - set(MESH_AXES)
+    if unknown:
+        raise ValueError(f"mesh axes {sorted(unknown)} are unknown: choose among {MESH_AXES}")
+    shape = [sizes.get(axis, 1) for axis in MESH_AXES]
+    if shape.count(-1) == 1:
+        shape[shape.index(-1)] = len(devices) // -math.prod(shape)
+    if math.prod(shape) != len(devices) or min(shape) < 1:
+        raise ValueError(
+            f"mesh {dict(zip(MESH_AXES, shape, strict=True))} needs {math.prod(shape)} devices, "
+            f"there are {len(devices)}; set one axis to -1 or make the product equal"
+        )
+    grid = np.array(devices).reshape(shape)
+    return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
+def parameter_spec(axes: tuple[str | None, ...], shape: tuple[int, ...], mesh: Mesh, block: int) -> P:
+    """The PartitionSpec of a parameter with logical `axes` and `shape`.
+
+    Raises ValueError, naming the axis, where a mesh axis is used twice, does not divide the size, or
+    would leave a shard of the last axis (the contraction, blocked) that is no multiple of `block`.
+    """
+    chosen = [RULES[axis] if axis else None for axis in axes]
+    chosen = [axis if axis and mesh.shape[axis] > 1 else None for axis in chosen]
+    used = [axis for axis in chosen if axis]
+    if len(set(used)) != len(used):
+        raise ValueError(f"parameter axes {axes} use a mesh axis twice: {chosen}; change RULES")
+    for position, (axis, size) in enumerate(zip(chosen, shape, strict=True)):
+        unit = block if position == len(shape) - 1 and len(shape) > 1 else 1
+        if axis and size % (mesh.shape[axis] * unit):
+            raise ValueError(
+                f"axis {axes[position]!r} of size {size} does not split over mesh axis {axis!r} of "
+                f"{mesh.shape[axis]} in multiples of {unit}; shrink mesh.{axis} or pad the model"
+            )
+    return P(*chosen)
+
+
+def batch_sharding(mesh: Mesh, batch_axis: int = 0) -> NamedSharding:
+    """The sharding of an array whose axis `batch_axis` holds sequences."""
+    return NamedSharding(mesh, P(*(None,) * batch_axis, BATCH))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """The sharding of an array that every device holds whole."""
+    return NamedSharding(mesh, P())
+
+
+def over_batch(function, *arguments, whole=()):
+    """function(*arguments, *whole), run by each device on its own share of the batch.
+
+    Arguments and results are pytrees of arrays whose leading axis is the batch; `whole` is replicated.
+    Without a mesh in context (`jax.set_mesh`) this is a plain call.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or math.prod(mesh.shape[axis] for axis in BATCH) == 1:
+        return function(*arguments, *whole)
+    share = jax.shard_map(
+        function,
+        in_specs=(P(BATCH),) * len(arguments) + (P(),) * len(whole),
+        out_specs=P(BATCH),
+        check_vma=False,
+    )
+    return share(*arguments, *whole)

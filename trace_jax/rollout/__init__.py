@@ -1,0 +1,1 @@
+"""Sampling: prefill, decode, log-probs, and the record that guides training."""

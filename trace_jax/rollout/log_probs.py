@@ -1,0 +1,42 @@
+"""From logits to probabilities, in one place for the sampler and the trainer.
+
+The distribution is softmax(logits / temperature), float32, over the whole vocabulary (top_p = 1,
+top_k = 0), so the log-probs are those of the distribution that was sampled from. Letters: B sequences,
+T tokens, V vocabulary.
+"""
+
+import jax
+import jax.numpy as jnp
+
+
+def log_softmax(logits: jax.Array, temperature: jax.Array | float) -> jax.Array:
+    """Log-probs (nats, float32 [..., V]). At temperature 0, those of temperature 1."""
+    divisor = jnp.where(jnp.asarray(temperature) > 0, temperature, 1.0)
+    return jax.nn.log_softmax(logits.astype(jnp.float32) / divisor, axis=-1)
+
+
+def next_token_log_probs(
+    logits_BTV: jax.Array, tokens_BT: jax.Array, temperature: jax.Array | float
+) -> tuple[jax.Array, jax.Array]:
+    """Log-probs of each token given its past, and the entropy it was drawn under; nats, [B, T].
+
+    logits_BTV are those of a forward over tokens_BT; entry t of the results reads logits t - 1, and
+    entry 0, which nothing predicts, is 0.
+    """
+    logp_BTV = log_softmax(logits_BTV[:, :-1], temperature)
+    logp_BT = jnp.take_along_axis(logp_BTV, tokens_BT[:, 1:, None], axis=-1)[..., 0]
+    entropy_BT = -jnp.sum(jnp.exp(logp_BTV) * logp_BTV, axis=-1)
+    return tuple(jnp.pad(a, ((0, 0), (1, 0))) for a in (logp_BT, entropy_BT))
+
+
+def sample(
+    logits_BV: jax.Array, key_B: jax.Array, temperature: jax.Array | float
+) -> tuple[jax.Array, jax.Array]:
+    """Tokens int32 [B] drawn with each sequence's own key, and their log-probs (nats).
+
+    argmax(logits + temperature * gumbel) draws from softmax(logits / temperature) and is greedy at 0.
+    """
+    gumbel_BV = jax.vmap(lambda key: jax.random.gumbel(key, logits_BV.shape[1:]))(key_B)
+    token_B = jnp.argmax(logits_BV + temperature * gumbel_BV, axis=-1).astype(jnp.int32)
+    logp_BV = log_softmax(logits_BV, temperature)
+    return token_B, jnp.take_along_axis(logp_BV, token_B[:, None], axis=-1)[:, 0]

@@ -1,0 +1,158 @@
+"""The sampling loop: prefill, then one token at a time through the FP4 cache, recording as it goes.
+
+Sequences are right-padded, prompt and completion contiguous, each at its own length. Whatever a token
+leaves behind (cache rows, guidance, routes, log-prob) is written at the token's own position, so the
+record lines up with the tokens that training sees.
+
+A sequence's draws come from a key folded with its id and position: its sample does not depend on its
+place in the batch. Letters: B sequences, P prompt length, T = P + new tokens, L layers, A experts.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from trace_jax.guidance.policy import Policy
+from trace_jax.guidance.record import Guidance, Recording
+from trace_jax.models import cache as kv_cache
+from trace_jax.models import decoder
+from trace_jax.models.config import ModelConfig
+from trace_jax.rollout import log_probs
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Rollout:
+    """Sampled sequences with all that training needs of them."""
+
+    tokens_BT: jax.Array  # int32: prompt, completion with its stop token, padding
+    prompt_length_B: jax.Array  # int32, tokens
+    length_B: jax.Array  # int32, tokens: prompt and completion
+    logp_BT: jax.Array  # float32, nats: of each completion token as it was drawn; 0 elsewhere
+    routes_LBTA: jax.Array  # uint8 or uint16: experts chosen
+    guidance: Guidance | None  # the record that guides training
+    audit: Guidance | None  # full codes of the first sequences, to measure mismatch by
+    version: jax.Array  # int32: of the policy that sampled
+
+    @property
+    def mask_BT(self) -> jax.Array:
+        """Float32 [B, T]: 1 on completion tokens."""
+        position_T = jnp.arange(self.tokens_BT.shape[1])
+        completion = position_T >= self.prompt_length_B[:, None]
+        return (completion & (position_T < self.length_B[:, None])).astype(jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampler:
+    """Everything static about sampling: one compiled program for each value of this and each shape."""
+
+    cfg: ModelConfig
+    policy: Policy  # what the rollout quantizes
+    dtype: jnp.dtype
+    max_new_tokens: int
+    stop_ids: tuple[int, ...]
+    pad_id: int
+    recording: Recording | None = None
+    audit: Recording | None = None
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def __call__(
+        self,
+        packed: dict,
+        prompts_BP: jax.Array,
+        prompt_length_B: jax.Array,
+        key: jax.Array,
+        sequence_id_B: jax.Array,
+        temperature: jax.Array | float,
+        version: jax.Array | int = 0,
+    ) -> Rollout:
+        """A Rollout of prompts int32 [B, P], right-padded, from weights as `packing.pack` makes them.
+
+        Stops when every sequence has drawn a stop token or max_new_tokens.
+        """
+        B, P = prompts_BP.shape
+        T = P + self.max_new_tokens
+        key_B = jax.vmap(functools.partial(jax.random.fold_in, key))(sequence_id_B)
+
+        cache = kv_cache.empty(self.cfg, self.policy, B, T, self.dtype)
+        positions_BP = jnp.broadcast_to(jnp.arange(P), (B, P))
+        out = self._forward(packed, prompts_BP, positions_BP, cache, prompt_length_B - 1)
+        room = lambda a: jnp.zeros((*a.shape[:2], T, *a.shape[3:]), a.dtype).at[:, :, :P].set(a)
+        state = _State(
+            tokens_BT=jnp.full((B, T), self.pad_id, jnp.int32).at[:, :P].set(prompts_BP),
+            logp_BT=jnp.zeros((B, T), jnp.float32),
+            length_B=prompt_length_B,
+            done_B=jnp.zeros((B,), bool),
+            cache=out.cache,
+            record=jax.tree.map(room, (out.recorded, self._route_ids(out.routes_LBTA))),
+        )
+        state = self._append(state, out.logits, key_B, temperature)
+
+        def unfinished(carry):
+            step, state = carry
+            return (step < self.max_new_tokens) & ~jnp.all(state.done_B)
+
+        def decode(carry):
+            step, state = carry
+            last_B = state.length_B - 1
+            token_B1 = jnp.take_along_axis(state.tokens_BT, last_B[:, None], axis=1)
+            out = self._forward(packed, token_B1, last_B[:, None], state.cache, jnp.zeros_like(last_B))
+            new = (out.recorded, self._route_ids(out.routes_LBTA))
+            record = jax.tree.map(functools.partial(_write, position_B=last_B), state.record, new)
+            state = dataclasses.replace(state, cache=out.cache, record=record)
+            return step + 1, self._append(state, out.logits, key_B, temperature)
+
+        _, state = jax.lax.while_loop(unfinished, decode, (jnp.int32(1), state))
+        recorded, routes = state.record
+        recorded = dict(zip(self._recordings, recorded, strict=True))
+        return Rollout(
+            state.tokens_BT, prompt_length_B, state.length_B, state.logp_BT, routes,
+            recorded.get(self.recording), recorded.get(self.audit), jnp.asarray(version, jnp.int32),
+        )  # fmt: skip
+
+    @property
+    def _recordings(self) -> tuple[Recording, ...]:
+        return tuple(r for r in (self.recording, self.audit) if r is not None)
+
+    def _forward(self, packed, tokens_BT, positions_BT, cache, at_B):
+        return decoder.forward(
+            packed, tokens_BT, self.cfg, policy=self.policy, dtype=self.dtype,
+            positions_BT=positions_BT, cache=cache, records=self._recordings, at_B=at_B,
+        )  # fmt: skip
+
+    def _route_ids(self, routes_LBTA):
+        return routes_LBTA.astype(jnp.uint8 if self.cfg.num_experts <= 256 else jnp.uint16)
+
+    def _append(self, state, logits_BV, key_B, temperature):
+        """The state with one more token for each sequence that is not done."""
+        draw_B = jax.vmap(jax.random.fold_in)(key_B, state.length_B)
+        token_B, logp_B = log_probs.sample(logits_BV, draw_B, temperature)
+        row_B = jnp.arange(token_B.shape[0])
+        at = jnp.where(state.done_B, state.tokens_BT.shape[1], state.length_B)  # past the end: dropped
+        stopped_B = jnp.isin(token_B, jnp.asarray(self.stop_ids))
+        return dataclasses.replace(
+            state,
+            tokens_BT=state.tokens_BT.at[row_B, at].set(token_B, mode="drop"),
+            logp_BT=state.logp_BT.at[row_B, at].set(logp_B, mode="drop"),
+            length_B=state.length_B + ~state.done_B,
+            done_B=state.done_B | stopped_B,
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _State:
+    tokens_BT: jax.Array
+    logp_BT: jax.Array
+    length_B: jax.Array
+    done_B: jax.Array
+    cache: kv_cache.KVCache
+    record: tuple  # (recorded Guidance of each Recording, routes), arrays [L, B, T, ...]
+
+
+def _write(rows_LBT: jax.Array, new_LB1: jax.Array, position_B: jax.Array) -> jax.Array:
+    """rows with one token's entry written at each sequence's position; new may hold fewer sequences."""
+    sequences = new_LB1.shape[1]
+    return rows_LBT.at[:, jnp.arange(sequences), position_B[:sequences]].set(new_LB1[:, :, 0])

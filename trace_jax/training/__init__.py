@@ -1,0 +1,1 @@
+"""Train state, the guided step, weight packing and checkpoints."""
