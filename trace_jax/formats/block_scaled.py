@@ -90,6 +90,16 @@ def split_blocks(x: jax.Array, block: int) -> jax.Array:
     return x.reshape(*x.shape[:-1], -1, block)
 
 
+def largest_magnitude(x: jax.Array, axis: int | None = -1) -> jax.Array:
+    """max |x| of float32 x over an axis (None: all), NaN where any value is.
+
+    Compared as integers, in whose order NaN comes after Inf: XLA's maximum of floats may drop a NaN
+    (on CPU in large arrays, and in the reduction over devices), and the NaN would become a zero.
+    """
+    bits = jax.lax.bitcast_convert_type(x, jnp.int32) & 0x7FFFFFFF
+    return jax.lax.bitcast_convert_type(jnp.max(bits, axis), jnp.float32)
+
+
 def expand_prefix(outer: jax.Array, ndim: int) -> jax.Array:
     """A prefix-shaped scale with trailing ones, ready to multiply an array of `ndim` axes."""
     return outer.reshape(outer.shape + (1,) * (ndim - outer.ndim))

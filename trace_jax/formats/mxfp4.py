@@ -24,7 +24,8 @@ def scales_of(x: jax.Array, rule: str = "mxfp4") -> jax.Array:
     """
     if rule not in RULES:
         raise ValueError(f"MXFP4 scale rule {rule!r}: choose one of {RULES}")
-    amax = jnp.max(jnp.abs(block_scaled.split_blocks(block_scaled.to_float32(x), BLOCK)), -1)
+    blocks = block_scaled.split_blocks(block_scaled.to_float32(x), BLOCK)
+    amax = block_scaled.largest_magnitude(blocks)
     bits = jax.lax.bitcast_convert_type(amax, jnp.int32)
     exponent, mantissa = bits >> 23, bits & 0x7FFFFF
     biased = exponent - 2

@@ -36,11 +36,13 @@ def scales_of(x: jax.Array, outer: str | jax.Array = "row") -> tuple[jax.Array, 
     vmap one a matrix), or a decoding scale that is given, shaped as a prefix of x's leading axes.
     Raises ValueError for another string or when 16 does not divide n.
     """
-    magnitude = jnp.max(jnp.abs(block_scaled.split_blocks(block_scaled.to_float32(x), BLOCK)), -1)
+    blocks = block_scaled.split_blocks(block_scaled.to_float32(x), BLOCK)
+    magnitude = block_scaled.largest_magnitude(blocks)
     if isinstance(outer, str):
         if outer not in ("row", "tensor"):
             raise ValueError(f"outer={outer!r}: choose 'row', 'tensor' or pass an array")
-        encoding = encoding_scale(jnp.max(magnitude, axis=-1 if outer == "row" else None))
+        total = block_scaled.largest_magnitude(magnitude, axis=-1 if outer == "row" else None)
+        encoding = encoding_scale(total)
         outer = 1 / encoding
     else:
         outer = jnp.asarray(outer, jnp.float32)

@@ -3,6 +3,8 @@
 import jax
 import jax.numpy as jnp
 
+from trace_jax.formats import block_scaled
+from trace_jax.formats.block_scaled import BlockScaled
 from trace_jax.formats.quantize import quantize_matrices
 from trace_jax.guidance.policy import Policy
 
@@ -24,3 +26,13 @@ def pack(params: dict, policy: Policy, dtype: jnp.dtype) -> dict:
         return leaf if name in FLOAT32 else leaf.astype(dtype)
 
     return jax.tree_util.tree_map_with_path(one, params)
+
+
+def unpack(packed: dict, dtype: jnp.dtype) -> dict:
+    """The packed weights as Operands in `dtype`, four times the bytes and the same numbers.
+
+    Where memory allows, a rollout unpacks once a version instead of once a token.
+    """
+    is_packed = lambda leaf: isinstance(leaf, BlockScaled)
+    one = lambda leaf: block_scaled.operand(leaf, dtype) if is_packed(leaf) else leaf
+    return jax.tree.map(one, packed, is_leaf=is_packed)

@@ -1,7 +1,8 @@
 """How a layer declares a weight, and what it reads back: an Operand, whatever kind of leaf is there.
 
 A weight leaf is a master array (quantized on the fly where the policy says so, gradient straight
-through) or a packed BlockScaled (the same numbers in 3.5 times fewer bytes). Layers cannot tell.
+through), a packed BlockScaled (the same numbers in 3.5 times fewer bytes) or an Operand unpacked
+from one. Layers cannot tell.
 """
 
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from trace_jax.models.layer_context import LayerContext
 
 def parameter(
     module: nn.Module, name: str, shape: tuple[int, ...], axes: tuple[str, ...], init: Callable
-) -> jax.Array | BlockScaled:
+) -> jax.Array | BlockScaled | Operand:
     """The parameter `name` of a module; made float32 by `init` with its logical axes named."""
     make = nn.with_logical_partitioning(init, axes)
     # `variable` rather than `param`: the leaf may be a BlockScaled, whose arrays have other shapes.
@@ -42,6 +43,8 @@ def weight(
     """
     fmt, dtype = context.policy.weight_fmt(name), context.dtype
     leaf = parameter(module, name, shape, axes, nn.initializers.normal(std))
+    if isinstance(leaf, Operand):
+        return leaf
     if isinstance(leaf, BlockScaled):
         return block_scaled.operand(leaf, dtype)
     if fmt is None:

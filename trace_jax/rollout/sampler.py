@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from trace_jax.guidance.policy import Policy
 from trace_jax.guidance.record import Guidance, Recording
 from trace_jax.models import cache as kv_cache
-from trace_jax.models import decoder
+from trace_jax.models import decoder, packing
 from trace_jax.models.config import ModelConfig
 from trace_jax.rollout import log_probs
 
@@ -56,6 +56,7 @@ class Sampler:
     pad_id: int
     recording: Recording | None = None
     audit: Recording | None = None
+    unpack_once: bool = True  # hold the FP4 weights unpacked while sampling: faster, 4x their bytes
 
     @functools.partial(jax.jit, static_argnums=0)
     def __call__(
@@ -72,6 +73,8 @@ class Sampler:
 
         Stops when every sequence has drawn a stop token or max_new_tokens.
         """
+        if self.unpack_once:
+            packed = packing.unpack(packed, self.dtype)
         B, P = prompts_BP.shape
         T = P + self.max_new_tokens
         key_B = jax.vmap(functools.partial(jax.random.fold_in, key))(sequence_id_B)
