@@ -17,6 +17,7 @@ import difflib
 import fnmatch
 from collections.abc import Iterable
 
+from trace_jax.formats.block_scaled import BLOCK
 from trace_jax.formats.quantize import check_format
 
 SITES = (
@@ -42,9 +43,14 @@ Rules = Iterable[tuple[str, str]]
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """The format of every quantized site; sites not named stay as they are. Static, hashable."""
+    """The format of every quantized site; sites not named stay as they are. Static, hashable.
+
+    An `observed` site stays as it is too, but the codes that its activation would take can be
+    recorded: that is how a BF16 forward is compared with an FP4 one.
+    """
 
     formats: tuple[tuple[str, str], ...] = ()
+    observed: tuple[tuple[str, str], ...] = ()
 
     def fmt(self, site: str) -> str | None:
         """The format of a site, or None where it is not quantized."""
@@ -56,8 +62,8 @@ class Policy:
 
     @property
     def sites(self) -> tuple[str, ...]:
-        """The quantized sites, in the order of SITES."""
-        return tuple(site for site, _ in self.formats)
+        """The sites that have codes, quantized or observed."""
+        return tuple(site for site, _ in self.formats + self.observed)
 
 
 NOTHING = Policy()
@@ -92,3 +98,8 @@ def resolve(rules: Rules) -> Policy:
         for site in matching([pattern]):
             chosen.setdefault(site, fmt)
     return Policy(tuple((s, chosen[s]) for s in SITES if chosen.get(s, UNQUANTIZED) != UNQUANTIZED))
+
+
+def block(fmt: str) -> int:
+    """Values that share a block scale in a format."""
+    return BLOCK[check_format(fmt)]

@@ -112,7 +112,8 @@ class Attention(nn.Module):
         if cache is None:
             k_BKSC, v_BKSC = kv_cache.heads_first(k), kv_cache.heads_first(v)
         else:
-            new_k, new_v = (x.values if q is None else q for x, q in ((k, q_k), (v, q_v)))
+            new_k = q_k if context.policy.fmt("attention/k") else k.values
+            new_v = q_v if context.policy.fmt("attention/v") else v.values
             cache = kv_cache.write(cache, layer, positions_BT, new_k, new_v)
             k_BKSC, v_BKSC = kv_cache.read(cache, layer, context.dtype)
         y_BTHC = attend(q_BTHC.astype(context.dtype), k_BKSC, v_BKSC, positions_BT)

@@ -21,7 +21,7 @@ class LayerContext:
     guided: jax.Array | bool  # whether this layer is among the recorded ones
 
     def quantize(self, site: str, x: jax.Array) -> tuple[Operand, BlockScaled | None]:
-        """The Operand of x [..., n] (float32) at a site, and x quantized (None where it is not).
+        """The Operand of x [..., n] (float32) at a site, and its codes (None where it has none).
 
         Guided where this layer and site were recorded, else to nearest; gradient straight through.
         """
@@ -32,9 +32,11 @@ class LayerContext:
     ) -> tuple[Operand, BlockScaled | None]:
         """`quantize` with a guide laid out like x, for sites whose rows were moved."""
         fmt = self.policy.fmt(site)
-        if fmt is None:
-            return Operand(x.astype(self.dtype), None), None
         fixed = jax.lax.stop_gradient(x)
+        if fmt is None:
+            seen = dict(self.policy.observed).get(site)
+            q = None if seen is None else quantizer.round_value(fixed, seen, "row", None)
+            return Operand(x.astype(self.dtype), None), q
         nearest = lambda: quantizer.round_value(fixed, fmt, "row", None)
         guided = lambda: quantizer.round_value(fixed, fmt, "row", guide)
         if guide is None or self.guided is False:

@@ -1,0 +1,82 @@
+"""The whole of TRACE on a laptop CPU: a small Qwen3-style MoE learns running sums by GRPO.
+
+    python -m experiments.rl --config=configs/tiny_cpu.py --workdir=runs/tiny
+    python -m experiments.rl --config=configs/tiny_cpu.py --workdir=runs/qat --config.method=qat
+
+The task: ten random digits and "=", to be answered with their running sums modulo 10; exact match.
+"""
+
+from ml_collections import ConfigDict
+
+SIZES = dict(
+    vocab_size=272,  # the byte tokenizer's
+    hidden_size=64,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    num_experts=4,
+    num_experts_per_token=2,
+    moe_intermediate_size=64,
+    rope_theta=1e4,
+)
+
+
+def get_config(model: str | None = None) -> ConfigDict:
+    """The default configuration; `configs/tiny_cpu.py:NAME` takes the sizes of a named model."""
+    return ConfigDict(
+        dict(
+            method="trace",  # rl/methods.py lists them
+            seed=0,
+            steps=160,  # RL steps
+            warmup_steps=300,  # supervised steps before them
+            model=model or SIZES,  # a name of models/config.py, or sizes
+            dtype="bfloat16",  # compute dtype of both sides
+            task=dict(
+                name="running_sum",
+                train_size=20000,
+                test_size=512,
+                digits=10,
+                dataset="",
+                options={},
+                path="",
+                test_path="",
+                reward="exact",
+            ),
+            # What FP4 means: ordered (site pattern, format), first match decides (guidance/policy.py).
+            # The paper's sites are experts/* and attention/[kv]; here every linear layer is in FP4.
+            quantize=(("*", "nvfp4"),),
+            guidance=dict(
+                encoding="",  # "" takes the method's; else codes, low1, low2
+                layers="all",  # "" takes the method's (the paper's latter_half for trace)
+                sites=("attention/*", "experts/in"),  # recorded, where quantized
+                audit_sequences=8,  # sequences a rollout whose full codes are kept to measure mismatch
+            ),
+            rollout=dict(
+                prompts=16,
+                completions=8,  # a prompt
+                prompt_length=11,  # tokens, room for the longest prompt
+                max_new_tokens=11,
+                temperature=1.0,
+                unpack_once=True,  # hold FP4 weights unpacked while sampling (4x their bytes)
+            ),
+            rl=dict(
+                learning_rate=2e-3,
+                max_grad_norm=1.0,
+                clip_low=0.2,
+                clip_high=0.28,
+                ratio_cap=5.0,  # on the importance ratio against the rollout's log-probs
+                drop_zero_variance=True,  # groups whose completions all scored alike
+                updates_per_rollout=1,
+                guided_updates=1,  # guidance is dropped after the first k updates on a rollout
+                staleness=0,  # versions by which rollouts run ahead of training
+                max_staleness=3,
+            ),
+            warmup=dict(batch=256, learning_rate=3e-3),
+            evaluation=dict(every=20, prompts=512),  # RL steps; held-out prompts, greedy
+            checkpoint_every=40,  # RL steps
+            samples_every=20,  # RL steps between files of sampled text
+            mesh=dict(data=1, fsdp=1, expert=1, tensor=1),  # devices along each axis; one may be -1
+            debug_nans=False,  # raise at the first NaN, inside compiled code too
+        )
+    )

@@ -1,0 +1,1 @@
+"""Command-line modules: python -m experiments.NAME --config=configs/x.py --workdir=DIR."""

@@ -1,0 +1,83 @@
+"""How far apart two roundings of the same tokens are: code and scale mismatch, and D_act.
+
+    code rate   share of E2M1 codes that differ
+    scale rate  share of block scales that differ
+    d_act       ||Q_train - Q_rollout||_F / ||Q_rollout||_F over matching values (TRACE section 2,
+                which states it unnormalised)
+Both sides come as Guidance in the encoding "codes". Letters: L layers, B sequences, T tokens.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from trace_jax.formats import block_scaled
+from trace_jax.formats.block_scaled import BlockScaled
+from trace_jax.guidance.quantizer import Guide
+from trace_jax.guidance.record import Guidance
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Mismatch:
+    """Sums over the valid tokens of one site, each [L]; they add up over sites, layers and batches."""
+
+    codes: jax.Array  # codes that differ
+    values: jax.Array  # codes compared
+    scales: jax.Array  # block scales that differ
+    blocks: jax.Array  # block scales compared
+    difference: jax.Array  # squared difference of the dequantized values
+    reference: jax.Array  # squared dequantized values of the rollout
+
+    @property
+    def code_rate(self) -> jax.Array:
+        """Share of codes that differ, [L]."""
+        return self.codes / self.values
+
+    @property
+    def scale_rate(self) -> jax.Array:
+        """Share of block scales that differ, [L]."""
+        return self.scales / self.blocks
+
+    @property
+    def d_act(self) -> jax.Array:
+        """Relative Frobenius distance of the dequantized values, [L]."""
+        return jnp.sqrt(self.difference / self.reference)
+
+    def total(self) -> "Mismatch":
+        """The sums over layers."""
+        return jax.tree.map(jnp.sum, self)
+
+
+def compare(ours: Guidance, rollout: Guidance, valid_BT: jax.Array) -> dict[str, Mismatch]:
+    """The Mismatch of each site, over tokens where valid_BT [B, T] is nonzero."""
+    return {
+        site: _compare_site(ours.guides[site], rollout.guides[site], valid_BT)
+        for site in rollout.guides
+    }
+
+
+def add(mismatches: list[Mismatch]) -> Mismatch:
+    """The sum of several."""
+    return jax.tree.map(lambda *sums: sum(sums), *mismatches)
+
+
+def _compare_site(ours: Guide, rollout: Guide, valid_BT: jax.Array) -> Mismatch:
+    q, r = (BlockScaled(g.bits, g.scales, g.outer, g.fmt) for g in (ours, rollout))
+
+    def count(a):  # [L, B, T, ...] -> [L], over valid tokens
+        per_token = jnp.sum(a.astype(jnp.float32), axis=tuple(range(3, a.ndim)))
+        return jnp.sum(per_token * valid_BT, axis=(1, 2))
+
+    codes_differ = block_scaled.unpack(q) != block_scaled.unpack(r)
+    scales_differ = q.scales.astype(jnp.float32) != r.scales.astype(jnp.float32)
+    value, reference = block_scaled.dequantize(q), block_scaled.dequantize(r)
+    return Mismatch(
+        codes=count(codes_differ),
+        values=count(jnp.ones_like(codes_differ)),
+        scales=count(scales_differ),
+        blocks=count(jnp.ones_like(scales_differ)),
+        difference=count((value - reference) ** 2),
+        reference=count(reference**2),
+    )

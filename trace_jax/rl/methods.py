@@ -1,0 +1,41 @@
+"""The methods, as data: what each side quantizes, and what the rollout tells the trainer.
+
+They run the same code; a method is one row of this table.
+
+    bf16          BF16 rollout, BF16 training: the reference
+    fp4_rollout   FP4 rollout, BF16 training: fast, and off-policy by the whole quantization error
+    qat           FP4 on both sides, each rounding to nearest: plain quantization-aware training
+    trace         FP4 on both sides, training guided by the low bit of the rollout's codes, latter half
+                  of the layers, routes replayed: the paper's R-1bit configuration
+    trace_full    the same with full codes in all layers: the paper's upper bound
+Source: TRACE (arXiv 2610.07767) sections 3.1, 3.2 and its baselines.
+"""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """One way of training with quantized rollouts."""
+
+    rollout_fp4: bool
+    training_fp4: bool
+    encoding: str | None = None  # of the guidance (guidance/quantizer.py), None: no guidance
+    layers: str = "all"  # share of the layers guided (guidance/record.py)
+    replay_routes: bool = False
+
+
+METHODS = {
+    "bf16": Method(rollout_fp4=False, training_fp4=False),
+    "fp4_rollout": Method(rollout_fp4=True, training_fp4=False),
+    "qat": Method(rollout_fp4=True, training_fp4=True),
+    "trace": Method(True, True, encoding="low1", layers="latter_half", replay_routes=True),
+    "trace_full": Method(True, True, encoding="codes", layers="all", replay_routes=True),
+}
+
+
+def get(name: str) -> Method:
+    """The named method. Raises ValueError listing the choices."""
+    if name not in METHODS:
+        raise ValueError(f"method={name!r} is unknown: choose one of {sorted(METHODS)}")
+    return METHODS[name]

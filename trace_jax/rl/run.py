@@ -1,0 +1,356 @@
+"""The run: warm-up, then rollout, reward, guided update, evaluation, until the steps are done.
+
+    rollout -> rewards -> advantages -> update -> pack weights -> rollout ...
+One row of metrics a step. Work for step n + 1 is dispatched before the numbers of step n are read, so
+that the device does not wait for the host.
+"""
+
+import dataclasses
+import logging
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tqdm
+
+from trace_jax.analysis import coverage, plots
+from trace_jax.analysis.run_directory import RunDirectory, read_metrics
+from trace_jax.guidance import record
+from trace_jax.guidance.policy import NOTHING
+from trace_jax.models import decoder, packing
+from trace_jax.parallel import mesh as meshes
+from trace_jax.rl import advantages, batches, tasks
+from trace_jax.rl.queue import RolloutQueue
+from trace_jax.rl.settings import Settings, resolve
+from trace_jax.rollout.sampler import Rollout
+from trace_jax.training import state as train_state
+from trace_jax.training.checkpoint import Checkpoints
+from trace_jax.training.state import TrainState
+from trace_jax.training.step import TrainBatch
+
+LOG = logging.getLogger("trace_jax")
+
+METRICS = (  # every row has these; None where the method has no such quantity
+    "reward/mean",
+    "eval/accuracy_fp4",
+    "eval/accuracy_bf16",
+    "mismatch/code_rate",
+    "mismatch/scale_rate",
+    "mismatch/d_act",
+    "mismatch/logp_abs_mean",
+    "mismatch/logp_abs_max",
+    "mismatch/kl_k3_nats",
+    "mismatch/route_rate",
+    "mismatch/ess",
+    "guidance/bytes_per_token",
+    "guidance/out_of_bracket_rate",
+    "policy/entropy_nats",
+    "policy/staleness",
+    "rollout/tokens_per_s",
+    "time/rollout_s",
+    "time/train_s",
+    "time/sync_s",
+)
+
+
+def run(config: Mapping, workdir: str | Path, progress: bool = True) -> dict:
+    """Trains as `config` says and returns the summary; resumes from workdir's newest checkpoint.
+
+    Raises ValueError for bad configuration or data before any long work, and FloatingPointError when
+    a loss is not finite (the last checkpoint then stays as it is).
+    """
+    settings = resolve(config)
+    task = tasks.load(settings.task, settings.seed)
+    check_data(settings, task)
+    jax.config.update("jax_debug_nans", settings.debug_nans)
+    with RunDirectory(workdir) as directory, jax.set_mesh(meshes.make_mesh(settings.mesh)):
+        directory.write_config(config.to_dict() if hasattr(config, "to_dict") else dict(config))
+        LOG.info("FP4 coverage\n%s", coverage_table(settings))
+        loop = Loop(settings, task, directory, progress)
+        try:
+            return loop.run()
+        finally:
+            loop.checkpoints.close()
+
+
+def check_data(settings: Settings, task: tasks.Task) -> None:
+    """Raises ValueError for prompts, answers or an evaluation that would not fit later."""
+    length = settings.rollout.prompt_length + settings.rollout.max_new_tokens
+    batches.check_prompts(task, settings.tokenizer, settings.rollout.prompt_length)
+    batches.check_answers(task, settings.tokenizer, settings.rollout.max_new_tokens)
+    if settings.warmup_steps:
+        batches.check_solutions(task, settings.tokenizer, length)
+    batches.test_batch(
+        task, settings.tokenizer, settings.evaluation.prompts, settings.rollout.prompt_length
+    )
+    if settings.cfg.vocab_size < settings.tokenizer.vocab_size:
+        raise ValueError(
+            f"config.model.vocab_size={settings.cfg.vocab_size} is below the tokenizer's "
+            f"{settings.tokenizer.vocab_size}; raise it"
+        )
+
+
+def coverage_table(settings: Settings) -> str:
+    """What is in FP4 in the rollout, as text."""
+    length = settings.rollout.prompt_length + settings.rollout.max_new_tokens
+    return coverage.table(coverage.coverage(settings.rollout_policy, settings.cfg, length))
+
+
+class Loop:
+    """One run's moving parts. Everything that decides the numbers is in `settings` and `state`."""
+
+    def __init__(self, settings: Settings, task: tasks.Task, directory: RunDirectory, progress: bool):
+        """Compiles nothing and reads no checkpoint yet."""
+        self.settings, self.task, self.directory, self.progress = settings, task, directory, progress
+        self.checkpoints = Checkpoints(directory.checkpoints)
+        self.trainer, self.sampler = settings.trainer(), settings.sampler()
+        self.pack = jax.jit(packing.pack, static_argnums=(1, 2))
+        self.key = jax.random.key(settings.seed)
+        self.queue = RolloutQueue(settings.rl.max_staleness)
+
+    def run(self) -> dict:
+        """Runs to the last step; returns the summary, also written to summary.json."""
+        started = time.perf_counter()
+        first_step, state = self.restore_or_warm_up()
+        self.directory.truncate_metrics(first_step)
+        bar = tqdm.tqdm(
+            range(first_step, self.settings.steps), initial=first_step, total=self.settings.steps,
+            desc="rl", disable=not self.progress,
+        )  # fmt: skip
+        pending = None
+        for step in bar:
+            row = self.evaluate_if_due(step, state)
+            packed, newest = self.sample_ahead(step, state)
+            if pending is not None:
+                self.finish(pending, bar)
+            if step % self.settings.checkpoint_every == 0 and step > first_step:
+                self.save(step, state)
+            row |= self.wait_for_rollout(packed, newest)
+            batch, row_of_rewards = self.next_batch(step)
+            dispatched = time.perf_counter()
+            state, metrics = self.update(state, batch)
+            pending = (step, row | row_of_rewards, metrics, dispatched)
+        if pending is not None:
+            self.finish(pending, bar)
+        return self.close(first_step, state, time.perf_counter() - started)
+
+    # -- start ------------------------------------------------------------------------------------
+
+    def restore_or_warm_up(self) -> tuple[int, TrainState]:
+        """(first step, state): the newest checkpoint's, or a warmed-up model at step 0."""
+        fresh = train_state.create(self.initial_params(), self.trainer.transformation)
+        step = self.checkpoints.latest()
+        if step is not None:
+            like = jax.eval_shape(self.sample, self.pack_for_rollout(fresh), 0, 0)
+            state, self.key, queued = self.checkpoints.restore(step, fresh, like)
+            self.queue = RolloutQueue.from_list(queued, self.settings.rl.max_staleness)
+            LOG.info("resumed at step %d", step)
+            return step, state
+        params = self.warm_up(fresh.params)
+        state = train_state.create(params, self.trainer.transformation)
+        self.save(0, state)
+        return 0, state
+
+    def initial_params(self) -> dict:
+        """Masters drawn from the seed, laid out on the mesh."""
+        params = decoder.init(self.settings.cfg, jax.random.fold_in(self.key, 0))
+        mesh = jax.sharding.get_mesh()
+        return jax.device_put(params, train_state.parameter_shardings(self.settings.cfg, params, mesh))
+
+    def warm_up(self, params: dict) -> dict:
+        """Parameters after the supervised phase."""
+        settings = self.settings
+        trainer = settings.warm_up()
+        state = train_state.create(params, trainer.transformation)
+        length = settings.rollout.prompt_length + settings.rollout.max_new_tokens
+        bar = tqdm.trange(settings.warmup_steps, desc="warm-up", disable=not self.progress)
+        for step in bar:
+            tokens_BT, mask_BT = batches.supervised_batch(
+                self.task, settings.tokenizer, step, settings.warmup.batch, length, settings.seed
+            )
+            state, loss = trainer.update(state, *self.on_mesh((tokens_BT, mask_BT)))
+            if step % 50 == 0 or step + 1 == settings.warmup_steps:
+                require_finite("warm-up loss", step, float(loss))
+                bar.set_postfix(loss=f"{float(loss):.3f}")
+        return state.params
+
+    # -- one step ---------------------------------------------------------------------------------
+
+    def pack_for_rollout(self, state: TrainState, policy=None) -> dict:
+        """The weights of a version as the rollout (or an evaluation under `policy`) holds them."""
+        policy = self.settings.rollout_policy if policy is None else policy
+        return self.pack(state.params, policy, self.settings.dtype)
+
+    def sample(self, packed: dict, index: int, version: int) -> Rollout:
+        """Rollout number `index`: the prompts and draws depend on it alone, not on what ran before."""
+        s = self.settings.rollout
+        tokens_BP, length_B, _ = batches.prompt_batch(
+            self.task, self.settings.tokenizer, index, s.prompts, s.prompt_length, self.settings.seed
+        )
+        tokens_BP, length_B = (np.repeat(a, s.completions, axis=0) for a in (tokens_BP, length_B))
+        key = jax.random.fold_in(jax.random.fold_in(self.key, 1), index)
+        inputs = self.on_mesh((tokens_BP, length_B, np.arange(s.batch)))
+        return self.sampler(
+            packed, inputs[0], inputs[1], key, inputs[2], s.temperature, version
+        )
+
+    def sample_ahead(self, step: int, state: TrainState) -> tuple[dict, Rollout]:
+        """Dispatches rollouts until the queue is `staleness` ahead; the weights and the newest one."""
+        packed = self.pack_for_rollout(state)
+        newest = None
+        while len(self.queue) <= self.settings.rl.staleness:
+            newest = self.sample(packed, step + len(self.queue), step)
+            self.queue.put(newest)
+        return packed, newest
+
+    def wait_for_rollout(self, packed: dict, newest: Rollout) -> dict:
+        """Times of weight sync and sampling, in the order in which they were dispatched."""
+        start = time.perf_counter()
+        jax.block_until_ready(packed)
+        synced = time.perf_counter()
+        tokens = float(jnp.sum(newest.mask_BT))
+        seconds = time.perf_counter() - synced
+        return {
+            "time/sync_s": synced - start,
+            "time/rollout_s": seconds,
+            "rollout/tokens_per_s": tokens / seconds,
+        }
+
+    def next_batch(self, step: int) -> tuple[TrainBatch, dict]:
+        """The oldest rollout with its advantages, and its row of metrics."""
+        rollout = self.queue.take(step)
+        _, _, examples = batches.prompt_batch(
+            self.task, self.settings.tokenizer, step, self.settings.rollout.prompts,
+            self.settings.rollout.prompt_length, self.settings.seed,
+        )  # fmt: skip
+        texts = completions(rollout, self.settings.tokenizer)
+        groups = self.settings.rollout.completions
+        reward_B = np.array(
+            [self.task.reward(text, examples[i // groups]) for i, text in enumerate(texts)], np.float32
+        )
+        if step % self.settings.samples_every == 0:
+            rows = [
+                {"prompt": examples[i // groups].prompt, "answer": examples[i // groups].answer,
+                 "completion": text, "reward": float(reward_B[i])}
+                for i, text in enumerate(texts)
+            ]  # fmt: skip
+            self.directory.write_rollouts(step, rows)
+        advantage_QG, keep_QG = advantages.group_normalised(
+            reward_B.reshape(-1, groups), self.settings.rl.drop_zero_variance
+        )
+        row = {
+            "reward/mean": float(reward_B.mean()),
+            "reward/groups_kept": float(np.mean(keep_QG)),
+            "policy/staleness": step - int(rollout.version),
+        }
+        if rollout.guidance is not None:
+            row["guidance/bytes_per_token"] = record.bytes_per_token(rollout.guidance)
+        return TrainBatch(rollout, advantage_QG.reshape(-1), keep_QG.reshape(-1)), row
+
+    def update(self, state: TrainState, batch: TrainBatch) -> tuple[TrainState, dict]:
+        """The state one version on, and the first update's metrics."""
+        unguided = dataclasses.replace(
+            batch, rollout=dataclasses.replace(batch.rollout, guidance=None)
+        )
+        metrics = None
+        for i in range(self.settings.rl.updates_per_rollout):
+            guided = i < self.settings.rl.guided_updates
+            state, this = self.trainer.update(state, batch if guided else unguided)
+            metrics = this if metrics is None else metrics | {"train/last_update": this}
+        return dataclasses.replace(state, step=state.step + 1), metrics
+
+    def finish(self, pending: tuple, bar: tqdm.tqdm) -> None:
+        """Reads the numbers of a dispatched step and writes its row."""
+        step, row, metrics, dispatched = pending
+        last = metrics.pop("train/last_update", {})
+        metrics = {name: float(value) for name, value in metrics.items()}
+        for name in ("policy/importance_ratio", "policy/clipped_share"):
+            if name in last:
+                metrics[f"{name}_last_update"] = float(last[name])
+        row = dict.fromkeys(METRICS) | row | metrics
+        row["time/train_s"] = time.perf_counter() - dispatched
+        require_finite("loss", step, row["train/loss"])
+        self.directory.append_metrics(step, row)
+        bar.set_postfix(
+            reward=f"{row['reward/mean']:.2f}",
+            gap=f"{row['mismatch/logp_abs_mean']:.1e}",
+            tokens_per_s=f"{row['rollout/tokens_per_s']:.0f}",
+        )
+
+    # -- evaluation and end -----------------------------------------------------------------------
+
+    def evaluate_if_due(self, step: int, state: TrainState) -> dict:
+        """Held-out accuracies at the evaluation cadence, else nothing."""
+        if step % self.settings.evaluation.every:
+            return {}
+        return self.evaluate(state)
+
+    def evaluate(self, state: TrainState) -> dict:
+        """Greedy held-out accuracy as deployed (FP4, nothing to follow) and in BF16."""
+        return {
+            "eval/accuracy_fp4": self.accuracy(state, self.settings.quantized),
+            "eval/accuracy_bf16": self.accuracy(state, NOTHING),
+        }
+
+    def accuracy(self, state: TrainState, policy) -> float:
+        """Share of held-out prompts answered right by greedy decoding under a policy."""
+        settings, count = self.settings, self.settings.evaluation.prompts
+        tokens_BP, length_B, examples = batches.test_batch(
+            self.task, settings.tokenizer, count, settings.rollout.prompt_length
+        )
+        packed = self.pack_for_rollout(state, policy)
+        tokens, length, ids = self.on_mesh((tokens_BP, length_B, np.arange(count)))
+        rollout = settings.evaluator(policy)(packed, tokens, length, self.key, ids, 0.0)
+        texts = completions(rollout, settings.tokenizer)
+        return float(np.mean([self.task.reward(t, e) for t, e in zip(texts, examples, strict=True)]))
+
+    def save(self, step: int, state: TrainState) -> None:
+        """A checkpoint from which the run continues as if it had not stopped."""
+        self.checkpoints.save(step, state, self.key, self.queue.to_list())
+
+    def close(self, first_step: int, state: TrainState, seconds: float) -> dict:
+        """Final evaluation, checkpoint, figure and summary."""
+        steps = self.settings.steps
+        final = self.evaluate(state)
+        self.directory.append_metrics(steps, dict.fromkeys(METRICS) | final)
+        if steps > first_step:
+            self.save(steps, state)
+        rows = read_metrics(self.directory.path)
+        summary = {"seconds": seconds, "first_step": first_step, "steps": steps} | {
+            f"{when}/{name.split('/')[1]}": row.get(name)
+            for when, row in (("before", rows[0]), ("after", rows[-1]))
+            for name in ("eval/accuracy_fp4", "eval/accuracy_bf16")
+        }
+        for name in ("mismatch/logp_abs_mean", "mismatch/code_rate", "reward/mean"):
+            values = [row[name] for row in rows if row.get(name) is not None]
+            summary[f"mean/{name}"] = float(np.mean(values)) if values else None
+        self.directory.write_summary(summary)
+        plots.plot_run(self.directory.path)
+        return summary
+
+    def on_mesh(self, arrays: tuple) -> tuple:
+        """Arrays with sequences on their first axis, spread over the mesh."""
+        return jax.device_put(arrays, meshes.batch_sharding(jax.sharding.get_mesh()))
+
+
+def completions(rollout: Rollout, tokenizer) -> list[str]:
+    """The text that each sequence added to its prompt, without stop token."""
+    tokens_BT, start_B, end_B = jax.device_get(
+        (rollout.tokens_BT, rollout.prompt_length_B, rollout.length_B)
+    )
+    return [
+        tokenizer.decode(row[start:end])
+        for row, start, end in zip(tokens_BT, start_B, end_B, strict=True)
+    ]
+
+
+def require_finite(what: str, step: int, value: float) -> None:
+    """Raises FloatingPointError naming the step where a value is not finite."""
+    if not np.isfinite(value):
+        raise FloatingPointError(
+            f"{what} is {value} at step {step}; the last checkpoint is intact. Lower the learning rate, "
+            "or find the source with --config.debug_nans=True"
+        )

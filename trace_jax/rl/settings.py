@@ -1,0 +1,274 @@
+"""From a ConfigDict to what runs: validated, frozen, every name resolved, before any long work.
+
+Below this module nobody sees a ConfigDict.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+import jax.numpy as jnp
+
+from trace_jax.guidance import policy as policies
+from trace_jax.guidance import record
+from trace_jax.guidance.policy import NOTHING, Policy
+from trace_jax.guidance.record import Recording
+from trace_jax.models import config as models
+from trace_jax.models.config import ModelConfig
+from trace_jax.rl import methods
+from trace_jax.rl.methods import Method
+from trace_jax.rl.tokenizer import ByteTokenizer
+from trace_jax.rollout.sampler import Sampler
+from trace_jax.training import state as train_state
+from trace_jax.training.step import Trainer, WarmUp
+
+
+def section(kind: type, config: Mapping, key: str):  # noqa: ANN201  (an instance of kind)
+    """The section `config[key]` as a dataclass `kind`.
+
+    Raises ValueError naming the fields that are missing or unknown.
+    """
+    fields = {f.name: f.default is dataclasses.MISSING for f in dataclasses.fields(kind)}
+    given = dict(config[key])
+    missing = [name for name, required in fields.items() if required and name not in given]
+    unknown = sorted(given.keys() - fields.keys())
+    if missing or unknown:
+        raise ValueError(
+            f"config.{key}: missing {missing}, unknown {unknown}; its fields are {list(fields)}"
+        )
+    return kind(**given)
+
+
+def require(condition: bool, key: str, value: object, rule: str) -> None:
+    """Raises ValueError naming the key, its value and the rule it breaks."""
+    if not condition:
+        raise ValueError(f"config.{key}={value!r}: {rule}")
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutSettings:
+    """How a batch is sampled."""
+
+    prompts: int
+    completions: int
+    prompt_length: int
+    max_new_tokens: int
+    temperature: float
+    unpack_once: bool
+
+    def __post_init__(self):
+        for name in ("prompts", "prompt_length", "max_new_tokens"):
+            require(getattr(self, name) > 0, f"rollout.{name}", getattr(self, name), "must be > 0")
+        require(self.completions > 1, "rollout.completions", self.completions, "a group needs > 1")
+        require(self.temperature > 0, "rollout.temperature", self.temperature, "must be > 0 in RL")
+
+    @property
+    def batch(self) -> int:
+        """Sequences a rollout."""
+        return self.prompts * self.completions
+
+
+@dataclasses.dataclass(frozen=True)
+class RLSettings:
+    """How a batch is learned from."""
+
+    learning_rate: float
+    max_grad_norm: float
+    clip_low: float
+    clip_high: float
+    ratio_cap: float
+    drop_zero_variance: bool
+    updates_per_rollout: int
+    guided_updates: int
+    staleness: int
+    max_staleness: int
+
+    def __post_init__(self):
+        require(0 < self.clip_low < 1, "rl.clip_low", self.clip_low, "must lie in (0, 1)")
+        require(self.clip_high > 0, "rl.clip_high", self.clip_high, "must be > 0")
+        rule = f"must exceed 1 + rl.clip_high = {1 + self.clip_high}"
+        require(self.ratio_cap > 1 + self.clip_high, "rl.ratio_cap", self.ratio_cap, rule)
+        require(self.updates_per_rollout > 0, "rl.updates_per_rollout", self.updates_per_rollout,
+                "must be > 0")  # fmt: skip
+        rule = f"must lie between 0 and rl.max_staleness={self.max_staleness}"
+        require(0 <= self.staleness <= self.max_staleness, "rl.staleness", self.staleness, rule)
+
+
+@dataclasses.dataclass(frozen=True)
+class WarmUpSettings:
+    """The supervised phase."""
+
+    batch: int
+    learning_rate: float
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluationSettings:
+    """Held-out evaluation."""
+
+    every: int
+    prompts: int
+
+
+@dataclasses.dataclass(frozen=True)
+class GuidanceSettings:
+    """What is recorded; "" takes the method's own choice."""
+
+    encoding: str
+    layers: str
+    sites: tuple[str, ...]
+    audit_sequences: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """A whole configuration, resolved."""
+
+    seed: int
+    steps: int
+    warmup_steps: int
+    cfg: ModelConfig
+    dtype: jnp.dtype
+    method: Method
+    quantized: Policy  # what FP4 means in this run
+    recording: Recording | None
+    audit: Recording | None
+    task: Mapping
+    rollout: RolloutSettings
+    rl: RLSettings
+    warmup: WarmUpSettings
+    evaluation: EvaluationSettings
+    checkpoint_every: int
+    samples_every: int
+    mesh: Mapping
+    debug_nans: bool
+    tokenizer: ByteTokenizer = ByteTokenizer()
+
+    @property
+    def rollout_policy(self) -> Policy:
+        """What the rollout quantizes."""
+        return self.quantized if self.method.rollout_fp4 else NOTHING
+
+    @property
+    def training_policy(self) -> Policy:
+        """What the training forward quantizes; under a BF16 trainer FP4 sites are only observed."""
+        if self.method.training_fp4:
+            return self.quantized
+        return Policy(observed=self.quantized.formats if self.audit else ())
+
+    def sampler(self) -> Sampler:
+        """The Sampler of training rollouts."""
+        return dataclasses.replace(
+            self.evaluator(self.rollout_policy), recording=self.recording, audit=self.audit
+        )
+
+    def evaluator(self, policy: Policy) -> Sampler:
+        """A Sampler that records nothing, under a policy (what would be deployed, or BF16)."""
+        return Sampler(
+            self.cfg,
+            policy,
+            self.dtype,
+            self.rollout.max_new_tokens,
+            self.tokenizer.stop_ids,
+            self.tokenizer.pad_id,
+            unpack_once=self.rollout.unpack_once,
+        )
+
+    def trainer(self) -> Trainer:
+        """The RL Trainer."""
+        return Trainer(
+            self.cfg,
+            self.training_policy,
+            self.dtype,
+            train_state.optimizer(self.rl.learning_rate, self.rl.max_grad_norm),
+            self.rollout.temperature,
+            self.method.replay_routes,
+            self.rl.clip_low,
+            self.rl.clip_high,
+            self.rl.ratio_cap,
+            self.audit,
+        )
+
+    def warm_up(self) -> WarmUp:
+        """The supervised trainer, its learning rate on a cosine to zero."""
+        schedule = train_state.cosine(self.warmup.learning_rate, self.warmup_steps)
+        return WarmUp(self.cfg, self.dtype, train_state.optimizer(schedule, 1.0))
+
+
+def resolve(config: Mapping) -> Settings:
+    """The Settings of a config (ConfigDict or dict).
+
+    Raises ValueError, naming key, value and fix, for whatever does not fit together.
+    """
+    method = methods.get(config["method"])
+    model = config["model"]
+    cfg = models.get(model) if isinstance(model, str) else section(ModelConfig, config, "model")
+    dtype = config["dtype"]
+    require(dtype in ("bfloat16", "float32"), "dtype", dtype, "choose 'bfloat16' or 'float32'")
+    quantized = policies.resolve(config["quantize"])
+    guidance = section(GuidanceSettings, config, "guidance")
+    rollout = section(RolloutSettings, config, "rollout")
+    if method.rollout_fp4 or method.training_fp4:
+        check_blocks(cfg, quantized)
+    return Settings(
+        seed=config["seed"],
+        steps=config["steps"],
+        warmup_steps=config["warmup_steps"],
+        cfg=cfg,
+        dtype=jnp.dtype(dtype),
+        method=method,
+        quantized=quantized,
+        recording=_recording(method, guidance, cfg, quantized),
+        audit=_audit(method, guidance, cfg, quantized, rollout.batch),
+        task=config["task"],
+        rollout=rollout,
+        rl=section(RLSettings, config, "rl"),
+        warmup=section(WarmUpSettings, config, "warmup"),
+        evaluation=section(EvaluationSettings, config, "evaluation"),
+        checkpoint_every=config["checkpoint_every"],
+        samples_every=config["samples_every"],
+        mesh=config["mesh"],
+        debug_nans=config["debug_nans"],
+    )
+
+
+def check_blocks(cfg: ModelConfig, quantized: Policy) -> None:
+    """Raises ValueError where a quantized width is no multiple of its format's block."""
+    widths = {
+        "attention/in": ("hidden_size", cfg.hidden_size),
+        "attention/k": ("head_dim", cfg.head_dim),
+        "attention/v": ("head_dim", cfg.head_dim),
+        "attention/out": ("num_heads * head_dim", cfg.num_heads * cfg.head_dim),
+        "experts/in": ("hidden_size", cfg.hidden_size),
+        "experts/mid": ("moe_intermediate_size", cfg.moe_intermediate_size),
+    }
+    for site, fmt in quantized.formats:
+        (key, width), block = widths[site], policies.block(fmt)
+        require(width % block == 0, f"model.{key}", width,
+                f"site {site} is {fmt}, whose blocks of {block} must divide it; "
+                f"take {-(-width // block) * block}, or set ('{site}', 'bf16') first in quantize",
+                )  # fmt: skip
+
+
+def _recording(method, guidance, cfg, quantized) -> Recording | None:
+    if method.encoding is None:
+        return None
+    recording = record.recording(
+        guidance.encoding or method.encoding,
+        tuple(guidance.sites),
+        guidance.layers or method.layers,
+        cfg.num_layers,
+        quantized,
+    )
+    require(method.replay_routes or "experts/mid" not in recording.sites, "guidance.sites",
+            guidance.sites, "guiding experts/mid needs a method that replays routes")  # fmt: skip
+    return recording
+
+
+def _audit(method, guidance, cfg, quantized, batch) -> Recording | None:
+    """Full codes of all layers for a few sequences. experts/mid rows exist per route, so not they."""
+    sites = tuple(site for site in quantized.sites if site != "experts/mid")
+    if not (method.rollout_fp4 and guidance.audit_sequences and sites):
+        return None
+    require(guidance.audit_sequences <= batch, "guidance.audit_sequences",
+            guidance.audit_sequences, f"a rollout has {batch} sequences")  # fmt: skip
+    return Recording("codes", sites, 0, cfg.num_layers, guidance.audit_sequences)

@@ -1,0 +1,158 @@
+"""The two training steps: guided reinforcement learning, and the supervised warm-up before it.
+
+Both are one compiled function of (state, batch) with the state donated. The RL step runs the same
+forward as the rollout over the same tokens; what the rollout recorded guides its rounding.
+
+Letters: B sequences, T tokens, L layers, A chosen experts.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from trace_jax.guidance import mismatch
+from trace_jax.guidance.policy import NOTHING, Policy
+from trace_jax.guidance.record import Guidance, Recording
+from trace_jax.models import decoder
+from trace_jax.models.config import ModelConfig
+from trace_jax.rl import gap, losses
+from trace_jax.rollout import log_probs
+from trace_jax.rollout.sampler import Rollout
+from trace_jax.training.state import TrainState
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainBatch:
+    """A rollout with what its rewards came to."""
+
+    rollout: Rollout
+    advantage_B: jax.Array  # float32
+    keep_B: jax.Array  # float32: 0 where the sequence's group is dropped from the loss
+
+
+@dataclasses.dataclass(frozen=True)
+class Trainer:
+    """Everything static about training: one compiled program for each value of this and each shape."""
+
+    cfg: ModelConfig
+    policy: Policy  # what the training forward quantizes
+    dtype: jnp.dtype
+    transformation: optax.GradientTransformation
+    temperature: float
+    replay_routes: bool
+    clip_low: float
+    clip_high: float
+    ratio_cap: float
+    audit: Recording | None = None
+
+    @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+    def update(self, state: TrainState, batch: TrainBatch) -> tuple[TrainState, dict]:
+        """The state after one optimizer update on a batch, and metrics (scalars by name).
+
+        Guidance is followed where the rollout carries it. Loss: the token mean over the batch.
+        """
+        (_, metrics), grads = jax.value_and_grad(self.loss, has_aux=True)(state.params, batch)
+        updates, opt_state = self.transformation.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        metrics["train/grad_norm"] = optax.global_norm(grads)
+        return dataclasses.replace(state, params=params, opt_state=opt_state), metrics
+
+    def loss(self, params: dict, batch: TrainBatch) -> tuple[jax.Array, dict]:
+        """GRPO loss (nats a token) of a batch and its metrics."""
+        rollout = batch.rollout
+        out = self.forward(params, rollout)
+        logp_BT, entropy_BT = log_probs.next_token_log_probs(
+            out.logits, rollout.tokens_BT, self.temperature
+        )
+        mask_BT = rollout.mask_BT
+        loss_sum, tokens, terms = losses.grpo(
+            logp_BT,
+            rollout.logp_BT,
+            batch.advantage_B,
+            mask_BT * batch.keep_B[:, None],
+            clip_low=self.clip_low,
+            clip_high=self.clip_high,
+            ratio_cap=self.ratio_cap,
+        )
+        tokens = jnp.maximum(tokens, 1)
+        loss = loss_sum / tokens
+        metrics = {name: total / tokens for name, total in terms.items()}
+        metrics |= gap.gap_metrics(jax.lax.stop_gradient(logp_BT), rollout.logp_BT, mask_BT)
+        metrics |= self.mismatch_metrics(out, rollout)
+        metrics["train/loss"] = loss
+        metrics["policy/entropy_nats"] = jnp.sum(entropy_BT * mask_BT) / jnp.sum(mask_BT)
+        return loss, metrics
+
+    def forward(self, params: dict, rollout: Rollout) -> decoder.Output:
+        """The training forward over a rollout's tokens, following what it recorded."""
+        return decoder.forward(
+            params,
+            rollout.tokens_BT,
+            self.cfg,
+            policy=self.policy,
+            dtype=self.dtype,
+            guidance=rollout.guidance,
+            routes_LBTA=rollout.routes_LBTA if self.replay_routes else None,
+            records=() if self.audit is None or rollout.audit is None else (self.audit,),
+        )
+
+    def mismatch_metrics(self, out: decoder.Output, rollout: Rollout) -> dict:
+        """Routes against the rollout's, and codes, scales and activations where it was audited."""
+        # The last token of a sequence was drawn but never fed back: it has no record.
+        position_T = jnp.arange(rollout.tokens_BT.shape[1])
+        valid_BT = (position_T < rollout.length_B[:, None] - 1).astype(jnp.float32)
+        ours_LBTAA = out.routes_LBTA[..., None] == rollout.routes_LBTA[..., None, :]
+        shared_LBT = jnp.sum(ours_LBTAA, axis=(-1, -2)) / self.cfg.num_experts_per_token
+        shared = jnp.sum(shared_LBT * valid_BT) / (jnp.sum(valid_BT) * self.cfg.num_layers)
+        metrics = {"mismatch/route_rate": 1 - shared}
+        if not out.recorded:
+            return metrics
+        sites = mismatch.compare(out.recorded[0], rollout.audit, valid_BT[: self.audit.sequences])
+        total = mismatch.add([m.total() for m in sites.values()])
+        metrics["mismatch/code_rate"] = total.code_rate
+        metrics["mismatch/scale_rate"] = total.scale_rate
+        metrics["mismatch/d_act"] = total.d_act
+        if rollout.guidance is not None:
+            metrics["guidance/out_of_bracket_rate"] = out_of_bracket_rate(sites, rollout.guidance)
+        return metrics
+
+
+def out_of_bracket_rate(sites: dict[str, mismatch.Mismatch], guidance: Guidance) -> jax.Array:
+    """Share of guided values whose recorded code was not a neighbour of the trainer's own value.
+
+    Guidance gives back the rollout's code exactly where it lies in the trainer's bracket, so these are
+    the codes that still differ at guided sites and layers.
+    """
+    guided = mismatch.add([sites[site] for site in guidance.guides])
+    layers = slice(guidance.first_layer, guidance.last_layer)
+    return jnp.sum(guided.codes[layers]) / jnp.sum(guided.values[layers])
+
+
+@dataclasses.dataclass(frozen=True)
+class WarmUp:
+    """Supervised training on worked answers, unquantized, to give RL something to improve."""
+
+    cfg: ModelConfig
+    dtype: jnp.dtype
+    transformation: optax.GradientTransformation
+
+    @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+    def update(
+        self, state: TrainState, tokens_BT: jax.Array, mask_BT: jax.Array
+    ) -> tuple[TrainState, jax.Array]:
+        """The state after one update on tokens where mask_BT is 1, and the loss (nats a token)."""
+
+        def loss(params):
+            out = decoder.forward(params, tokens_BT, self.cfg, policy=NOTHING, dtype=self.dtype)
+            logp_BT, _ = log_probs.next_token_log_probs(out.logits, tokens_BT, 1.0)
+            total, tokens = losses.cross_entropy(logp_BT, mask_BT)
+            return total / tokens
+
+        value, grads = jax.value_and_grad(loss)(state.params)
+        updates, opt_state = self.transformation.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        return dataclasses.replace(state, params=params, opt_state=opt_state), value
