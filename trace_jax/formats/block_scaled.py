@@ -18,6 +18,11 @@ from trace_jax.formats import e2m1
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 BLOCK = {"nvfp4": 16, "mxfp4": 32, "mxfp4_floor": 32}
+SCALE_DTYPE = {
+    "nvfp4": jnp.float8_e4m3fn,
+    "mxfp4": jnp.float8_e8m0fnu,
+    "mxfp4_floor": jnp.float8_e8m0fnu,
+}
 
 
 @jax.tree_util.register_dataclass

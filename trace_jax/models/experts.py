@@ -16,6 +16,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from trace_jax.formats import bits
 from trace_jax.formats.block_scaled import BlockScaled, Operand
 from trace_jax.guidance.quantizer import Guide
 from trace_jax.kernels import grouped_matmul as grouped
@@ -93,8 +94,9 @@ def expert_mixture(
         rows = rows.reshape(B * T, 1, *rows.shape[2:])
         return grouped.to_blocks(jnp.broadcast_to(rows, (B * T, A, *rows.shape[2:])), plan)
 
-    def arrange(rows):  # [B, T, A, ...] -> blocks
-        return grouped.to_blocks(rows.reshape(B * T, A, *rows.shape[3:]), plan)
+    def arrange(rows):  # [B, T, A, ...] of a guide -> blocks, the unowned rows all zero bits
+        held = bits.hold(rows).reshape(B * T, A, *rows.shape[3:])
+        return bits.restore(grouped.to_blocks(held, plan), rows.dtype)
 
     def restore(rows):  # blocks -> [B, T, A, ...]
         return grouped.from_blocks(rows, plan).reshape(B, T, A, *rows.shape[2:])

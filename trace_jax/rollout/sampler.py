@@ -14,6 +14,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from trace_jax.formats import bits
 from trace_jax.guidance.policy import Policy
 from trace_jax.guidance.record import Guidance, Recording
 from trace_jax.models import cache as kv_cache
@@ -82,14 +83,14 @@ class Sampler:
         cache = kv_cache.empty(self.cfg, self.policy, B, T, self.dtype)
         positions_BP = jnp.broadcast_to(jnp.arange(P), (B, P))
         out = self._forward(packed, prompts_BP, positions_BP, cache, prompt_length_B - 1)
-        room = lambda a: jnp.zeros((*a.shape[:2], T, *a.shape[3:]), a.dtype).at[:, :, :P].set(a)
+        prompt = (out.recorded, self._route_ids(out.routes_LBTA))
         state = _State(
             tokens_BT=jnp.full((B, T), self.pad_id, jnp.int32).at[:, :P].set(prompts_BP),
             logp_BT=jnp.zeros((B, T), jnp.float32),
             length_B=prompt_length_B,
             done_B=jnp.zeros((B,), bool),
             cache=out.cache,
-            record=jax.tree.map(room, (out.recorded, self._route_ids(out.routes_LBTA))),
+            record=jax.tree.map(functools.partial(_make_room, length=T), prompt),
         )
         state = self._append(state, out.logits, key_B, temperature)
 
@@ -108,7 +109,9 @@ class Sampler:
             return step + 1, self._append(state, out.logits, key_B, temperature)
 
         _, state = jax.lax.while_loop(unfinished, decode, (jnp.int32(1), state))
-        recorded, routes = state.record
+        recorded, routes = jax.tree.map(
+            lambda held, like: bits.restore(held, like.dtype), state.record, prompt
+        )
         recorded = dict(zip(self._recordings, recorded, strict=True))
         return Rollout(
             state.tokens_BT, prompt_length_B, state.length_B, state.logp_BT, routes,
@@ -155,7 +158,16 @@ class _State:
     record: tuple  # (recorded Guidance of each Recording, routes), arrays [L, B, T, ...]
 
 
+def _make_room(prompt_LBP: jax.Array, length: int) -> jax.Array:
+    """A buffer [L, B, length, ...] that holds the prompt's entries, zeros after them."""
+    held = bits.hold(prompt_LBP)
+    L, B, P = held.shape[:3]
+    return jnp.zeros((L, B, length, *held.shape[3:]), held.dtype).at[:, :, :P].set(held)
+
+
 def _write(rows_LBT: jax.Array, new_LB1: jax.Array, position_B: jax.Array) -> jax.Array:
     """rows with one token's entry written at each sequence's position; new may hold fewer sequences."""
     sequences = new_LB1.shape[1]
-    return rows_LBT.at[:, jnp.arange(sequences), position_B[:sequences]].set(new_LB1[:, :, 0])
+    return rows_LBT.at[:, jnp.arange(sequences), position_B[:sequences]].set(
+        bits.hold(new_LB1[:, :, 0])
+    )
