@@ -36,9 +36,11 @@ def route(
     probability_BTE = jax.nn.softmax(logits_BTE, axis=-1)
     _, own_BTA = jax.lax.top_k(probability_BTE, cfg.num_experts_per_token)
     chosen_BTA = own_BTA if replayed_BTA is None else replayed_BTA.astype(jnp.int32)
-    weight_BTA = jnp.take_along_axis(probability_BTE, chosen_BTA, axis=-1)
     if cfg.norm_topk_prob:
-        weight_BTA = weight_BTA / jnp.sum(weight_BTA, axis=-1, keepdims=True)
+        # p_k / sum(p_k) is the softmax of the chosen logits, finite also where all p_k underflow.
+        weight_BTA = jax.nn.softmax(jnp.take_along_axis(logits_BTE, chosen_BTA, axis=-1), axis=-1)
+    else:
+        weight_BTA = jnp.take_along_axis(probability_BTE, chosen_BTA, axis=-1)
     return chosen_BTA, weight_BTA, own_BTA
 
 

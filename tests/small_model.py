@@ -1,0 +1,55 @@
+"""The model that most tests share: small, every structural feature present, values that spread.
+
+Head groups, top-2 of 4 experts, widths of one or two FP4 blocks in either format. Norm scales are
+random, so that leaving one out shows.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from trace_jax.guidance import policy
+from trace_jax.models import decoder
+from trace_jax.models.config import ModelConfig
+
+CFG = ModelConfig(
+    vocab_size=32,
+    hidden_size=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=32,
+    num_experts=4,
+    num_experts_per_token=2,
+    moe_intermediate_size=32,
+    rope_theta=1e4,
+    initializer_range=0.25,
+)
+EVERYTHING = policy.resolve([("*", "nvfp4")])
+DEFAULT = policy.resolve([("experts/*", "nvfp4"), ("attention/[kv]", "nvfp4")])
+
+
+@functools.cache
+def masters(cfg: ModelConfig = CFG, seed: int = 0) -> dict:
+    """Float32 masters with random norm scales."""
+    key = jax.random.key(seed)
+
+    def vary(path, leaf):
+        if path[-1].key != "scale":
+            return leaf
+        draw = jax.random.fold_in(key, len(jax.tree_util.keystr(path)))
+        return leaf * jnp.exp(0.3 * jax.random.normal(draw, leaf.shape))
+
+    return jax.tree_util.tree_map_with_path(vary, decoder.init(cfg, key))
+
+
+def tokens(batch: int, length: int, seed: int = 0) -> jax.Array:
+    """Random tokens int32 [batch, length], never 0."""
+    return jax.random.randint(jax.random.key(seed), (batch, length), 1, CFG.vocab_size)
+
+
+@functools.partial(jax.jit, static_argnames=("cfg", "policy", "dtype", "records"))
+def forward(params, tokens_BT, cfg=CFG, **arguments) -> decoder.Output:
+    """decoder.forward under jit."""
+    return decoder.forward(params, tokens_BT, cfg, **arguments)
