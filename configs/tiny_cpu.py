@@ -77,6 +77,9 @@ def get_config(model: str | None = None) -> ConfigDict:
             checkpoint_every=40,  # RL steps
             samples_every=20,  # RL steps between files of sampled text
             mesh=dict(data=1, fsdp=1, expert=1, tensor=1),  # devices along each axis; one may be -1
+            # Relative noise on the trainer's activations ahead of each quantizer: emulates the kernels of
+            # another engine, since here trainer and rollout share one forward. 0 for none.
+            engine_noise=0.005,
             debug_nans=False,  # raise at the first NaN, inside compiled code too
         )
     )

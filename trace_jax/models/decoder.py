@@ -21,7 +21,7 @@ from trace_jax.models.attention import Attention, RMSNorm
 from trace_jax.models.cache import KVCache
 from trace_jax.models.config import ModelConfig
 from trace_jax.models.experts import Experts
-from trace_jax.models.layer_context import LayerContext
+from trace_jax.models.layer_context import EngineNoise, LayerContext
 from trace_jax.models.parameters import parameter
 
 
@@ -45,7 +45,7 @@ class DecoderLayer(nn.Module):
     records: tuple[Recording, ...]
 
     @nn.compact
-    def __call__(self, carry, layer, replayed_BTA, positions_BT, guidance):
+    def __call__(self, carry, layer, replayed_BTA, positions_BT, guidance, noise):
         cfg = self.cfg
         x_BTD, cache = carry
         context = LayerContext(self.policy, self.dtype, {}, False)
@@ -55,6 +55,9 @@ class DecoderLayer(nn.Module):
                 guides=guidance.at_layer(layer),
                 guided=guidance.covers(layer, cfg.num_layers),
             )
+        if noise is not None:
+            noise = noise._replace(key=jax.random.fold_in(noise.key, layer))
+            context = dataclasses.replace(context, noise=noise)
         norm = lambda name, x: RMSNorm(cfg.hidden_size, cfg.rms_norm_eps, name=name)(x)
         y, cache, quantized = Attention(cfg, name="attention")(
             norm("input_norm", x_BTD), positions_BT, context, cache, layer
@@ -77,7 +80,9 @@ class Decoder(nn.Module):
     records: tuple[Recording, ...] = ()
 
     @nn.compact
-    def __call__(self, tokens_BT, positions_BT, cache, guidance, routes_LBTA, at_B) -> Output:
+    def __call__(
+        self, tokens_BT, positions_BT, cache, guidance, routes_LBTA, at_B, noise
+    ) -> Output:
         cfg, normal = self.cfg, nn.initializers.normal(self.cfg.initializer_range)
         table = parameter(self, "embed", (cfg.vocab_size, cfg.hidden_size), ("vocab", "embed"), normal)
         x_BTD = table.astype(self.dtype)[tokens_BT].astype(jnp.float32)
@@ -85,12 +90,12 @@ class Decoder(nn.Module):
             DecoderLayer,
             variable_axes={"params": 0},
             split_rngs={"params": True},
-            in_axes=(0, 0, nn.broadcast, nn.broadcast),
+            in_axes=(0, 0, nn.broadcast, nn.broadcast, nn.broadcast),
             length=cfg.num_layers,
             metadata_params={nn.PARTITION_NAME: "layers"},
         )(cfg, self.policy, self.dtype, self.records, name="layers")
         (x_BTD, cache), (recorded, routes) = layers(
-            (x_BTD, cache), jnp.arange(cfg.num_layers), routes_LBTA, positions_BT, guidance
+            (x_BTD, cache), jnp.arange(cfg.num_layers), routes_LBTA, positions_BT, guidance, noise
         )
         if at_B is not None:
             x_BTD = jnp.take_along_axis(x_BTD, at_B[:, None, None], axis=1)[:, 0]
@@ -121,7 +126,7 @@ def logical_axes(cfg: ModelConfig) -> dict:
 
 def _init(cfg, key):
     tokens = jnp.zeros((1, 1), jnp.int32)
-    return Decoder(cfg).init(key, tokens, tokens, None, None, None, None)["params"]
+    return Decoder(cfg).init(key, tokens, tokens, None, None, None, None, None)["params"]
 
 
 def forward(
@@ -137,13 +142,15 @@ def forward(
     routes_LBTA: jax.Array | None = None,
     records: tuple[Recording, ...] = (),
     at_B: jax.Array | None = None,
+    noise: EngineNoise | None = None,
 ) -> Output:
     """Logits of tokens int32 [B, T], and what else was asked for.
 
     policy: sites to quantize (none by default); dtype: compute dtype (default: that of the embedding);
     positions_BT: default 0..T-1; cache: attend over it after writing these tokens at their positions;
     guidance, routes_LBTA: a rollout's record to follow; records: what to keep of this forward's own
-    rounding; at_B: return logits at this token index of each sequence only.
+    rounding; at_B: return logits at this token index of each sequence only; noise: emulate another
+    engine's kernels.
     Raises ValueError where a record names a site that the policy does not quantize.
     """
     for record in records:
@@ -156,6 +163,6 @@ def forward(
     dtype = params["embed"].dtype if dtype is None else dtype
     model = Decoder(cfg, policy, jnp.dtype(dtype), records)
     return model.apply(
-        {"params": params}, tokens_BT, positions_BT, cache, guidance, routes_LBTA, at_B
+        {"params": params}, tokens_BT, positions_BT, cache, guidance, routes_LBTA, at_B, noise
     )
 

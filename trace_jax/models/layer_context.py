@@ -1,14 +1,27 @@
-"""What a layer needs to know to quantize its activations: policy, compute dtype, guides."""
+"""What a layer needs to know to quantize its activations: policy, compute dtype, guides, noise."""
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from trace_jax.formats.block_scaled import BlockScaled, Operand
 from trace_jax.guidance import quantizer
-from trace_jax.guidance.policy import Policy
+from trace_jax.guidance.policy import SITES, Policy
 from trace_jax.guidance.quantizer import Guide
+
+
+class EngineNoise(NamedTuple):
+    """Another engine's kernels, emulated: Gaussian noise relative to each value, ahead of every site.
+
+    Trainer and rollout here share one forward, so on one machine they hardly differ; two real engines
+    differ by BF16 rounding and reduction order (0.2 to 1%). experts/mid gets none: it is a pointwise
+    function of a product of FP4 operands, which is exact up to summation order.
+    """
+
+    key: jax.Array
+    relative: jax.Array | float  # standard deviation over |x|
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,12 +32,16 @@ class LayerContext:
     dtype: jnp.dtype
     guides: dict[str, Guide]  # by site; empty when nothing guides this forward
     guided: jax.Array | bool  # whether this layer is among the recorded ones
+    noise: EngineNoise | None = None
 
     def quantize(self, site: str, x: jax.Array) -> tuple[Operand, BlockScaled | None]:
         """The Operand of x [..., n] (float32) at a site, and its codes (None where it has none).
 
         Guided where this layer and site were recorded, else to nearest; gradient straight through.
         """
+        if self.noise is not None:
+            key = jax.random.fold_in(self.noise.key, SITES.index(site))
+            x = x * (1 + self.noise.relative * jax.random.normal(key, x.shape))
         return self.quantize_under(site, x, self.guides.get(site))
 
     def quantize_under(

@@ -248,7 +248,8 @@ class Loop:
         }
         if rollout.guidance is not None:
             row["guidance/bytes_per_token"] = record.bytes_per_token(rollout.guidance)
-        return TrainBatch(rollout, advantage_QG.reshape(-1), keep_QG.reshape(-1)), row
+        noise_key = jax.random.fold_in(jax.random.fold_in(self.key, 2), step)
+        return TrainBatch(rollout, advantage_QG.reshape(-1), keep_QG.reshape(-1), noise_key), row
 
     def update(self, state: TrainState, batch: TrainBatch) -> tuple[TrainState, dict]:
         """The state one version on, and the first update's metrics."""

@@ -140,6 +140,7 @@ class Settings:
     checkpoint_every: int
     samples_every: int
     mesh: Mapping
+    engine_noise: float
     debug_nans: bool
     tokenizer: ByteTokenizer = ByteTokenizer()
 
@@ -186,6 +187,7 @@ class Settings:
             self.rl.clip_high,
             self.rl.ratio_cap,
             self.audit,
+            self.engine_noise,
         )
 
     def warm_up(self) -> WarmUp:
@@ -227,6 +229,7 @@ def resolve(config: Mapping) -> Settings:
         checkpoint_every=config["checkpoint_every"],
         samples_every=config["samples_every"],
         mesh=config["mesh"],
+        engine_noise=config["engine_noise"],
         debug_nans=config["debug_nans"],
     )
 

@@ -18,6 +18,7 @@ from trace_jax.guidance.policy import NOTHING, Policy
 from trace_jax.guidance.record import Guidance, Recording
 from trace_jax.models import decoder
 from trace_jax.models.config import ModelConfig
+from trace_jax.models.layer_context import EngineNoise
 from trace_jax.rl import gap, losses
 from trace_jax.rollout import log_probs
 from trace_jax.rollout.sampler import Rollout
@@ -32,6 +33,7 @@ class TrainBatch:
     rollout: Rollout
     advantage_B: jax.Array  # float32
     keep_B: jax.Array  # float32: 0 where the sequence's group is dropped from the loss
+    noise_key: jax.Array  # of the emulated engine noise, unused without
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +50,7 @@ class Trainer:
     clip_high: float
     ratio_cap: float
     audit: Recording | None = None
+    engine_noise: float = 0.0  # relative, emulated (models/layer_context.py)
 
     @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
     def update(self, state: TrainState, batch: TrainBatch) -> tuple[TrainState, dict]:
@@ -64,7 +67,7 @@ class Trainer:
     def loss(self, params: dict, batch: TrainBatch) -> tuple[jax.Array, dict]:
         """GRPO loss (nats a token) of a batch and its metrics."""
         rollout = batch.rollout
-        out = self.forward(params, rollout)
+        out = self.forward(params, rollout, batch.noise_key)
         logp_BT, entropy_BT = log_probs.next_token_log_probs(
             out.logits, rollout.tokens_BT, self.temperature
         )
@@ -87,8 +90,9 @@ class Trainer:
         metrics["policy/entropy_nats"] = jnp.sum(entropy_BT * mask_BT) / jnp.sum(mask_BT)
         return loss, metrics
 
-    def forward(self, params: dict, rollout: Rollout) -> decoder.Output:
+    def forward(self, params: dict, rollout: Rollout, noise_key: jax.Array) -> decoder.Output:
         """The training forward over a rollout's tokens, following what it recorded."""
+        noise = EngineNoise(noise_key, self.engine_noise) if self.engine_noise else None
         return decoder.forward(
             params,
             rollout.tokens_BT,
@@ -98,6 +102,7 @@ class Trainer:
             guidance=rollout.guidance,
             routes_LBTA=rollout.routes_LBTA if self.replay_routes else None,
             records=() if self.audit is None or rollout.audit is None else (self.audit,),
+            noise=noise,
         )
 
     def mismatch_metrics(self, out: decoder.Output, rollout: Rollout) -> dict:
