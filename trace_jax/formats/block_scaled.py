@@ -41,7 +41,7 @@ class BlockScaled:
         return (*self.codes.shape[:-1], self.codes.shape[-1] * 2)
 
     def __getitem__(self, index) -> "BlockScaled":
-        """The slice [index] over leading axes: ints, slices or arrays; the last axis stays whole."""
+        """The slice [index] over leading axes (ints, slices, arrays); the last axis stays whole."""
         index = index if isinstance(index, tuple) else (index,)
         if len(index) >= self.codes.ndim or any(i is None or i is Ellipsis for i in index):
             raise IndexError(
@@ -61,16 +61,6 @@ class Operand(NamedTuple):
 
     values: jax.Array  # [..., n], compute dtype
     outer: jax.Array | None  # float32, a prefix of the leading axes, or None
-
-
-def zeros(shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
-    """Zero bytes of any dtype, for the buffers and the padding of a BlockScaled or a Guide.
-
-    E8M0 has no zero: jnp.zeros of it is NaN, whereas its byte 0 is the smallest scale, 2^-127.
-    """
-    if dtype == jnp.float8_e8m0fnu:
-        return jax.lax.bitcast_convert_type(jnp.zeros(shape, jnp.uint8), dtype)
-    return jnp.zeros(shape, dtype)
 
 
 def to_float32(x: jax.Array) -> jax.Array:
@@ -101,7 +91,7 @@ def largest_magnitude(x: jax.Array, axis: int | None = -1) -> jax.Array:
     Compared as integers, in whose order NaN comes after Inf: XLA's maximum of floats may drop a NaN
     (on CPU in large arrays, and in the reduction over devices), and the NaN would become a zero.
     """
-    bits = jax.lax.bitcast_convert_type(x, jnp.int32) & 0x7FFFFFFF
+    bits = jax.lax.bitcast_convert_type(jnp.abs(x), jnp.int32)
     return jax.lax.bitcast_convert_type(jnp.max(bits, axis), jnp.float32)
 
 

@@ -1,0 +1,198 @@
+"""FP4 once more, slowly and in plain numpy, to hold the package against.
+
+Written from the equations of method.md 1.12 (order of operations), 1.6 (the table of the low bit)
+and 3.4 (MXFP4), and from no code of the package: rounding compares with midpoints, E4M3 is a table
+of 127 values, MXFP4 scales are searched for, neighbours are looked up. Every operation on float32
+arrays is one float32 rounding. Codes are one a byte, scales the bytes that the format stores.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+FMAX = np.finfo(np.float32).max
+GRID = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+CODE_VALUES = np.concatenate([GRID, -GRID])  # by code 0..15; code 8, which we never write, is -0
+_EIGHTHS = np.arange(8) / 8
+E4M3 = np.array(  # by byte 0..126; byte 127 is NaN
+    [_EIGHTHS * 2.0**-6, *((1 + _EIGHTHS) * 2.0 ** (e - 7) for e in range(1, 16))], np.float32
+).ravel()[:127]
+NAN_E4M3, NAN_E8M0 = 127, 255
+
+# Table 1.6: bracket (codes) -> the magnitude that recorded low bit 0 picks, and low bit 1.
+LOW1 = {
+    (0, 1): (0, 0.5),
+    (1, 2): (1, 0.5),
+    (2, 3): (1, 1.5),
+    (3, 4): (2, 1.5),
+    (4, 5): (2, 3),
+    (5, 6): (4, 3),
+    (6, 7): (4, 6),
+}
+
+
+class Quantized(NamedTuple):
+    codes: np.ndarray  # uint8 [..., n]
+    scales: np.ndarray  # uint8 [..., n/b], the bytes of e4m3 or e8m0
+    outer: np.ndarray | None  # float32, a prefix of the leading axes
+    values: np.ndarray  # float32 [..., n]
+
+
+def nearest(table: np.ndarray, a: np.ndarray) -> np.ndarray:
+    """Index of the entry of the rising table nearest to a; ties to the even index; saturating."""
+    middles = (table[1:].astype(np.float64) + table[:-1]) / 2
+    odd = np.arange(len(middles)) % 2 == 1
+    a = np.asarray(a, np.float64)[..., None]
+    return np.sum((a > middles) | (odd & (a == middles)), axis=-1).astype(np.uint8)
+
+
+def with_sign(magnitude: np.ndarray, z: np.ndarray) -> np.ndarray:
+    return (magnitude + 8 * ((z < 0) & (magnitude > 0))).astype(np.uint8)
+
+
+def encode(z: np.ndarray) -> np.ndarray:
+    """Codes uint8 nearest to z; NaN becomes 0."""
+    z = np.where(np.isnan(z), np.float32(0), np.asarray(z, np.float32))
+    return with_sign(nearest(GRID, np.abs(z)), z)
+
+
+def pick_magnitude(z: float, recorded: int, encoding: str) -> int:
+    """Magnitude code that guidance gives one value z within [-6, 6] for the recorded bits."""
+    a = abs(z)
+    if a in GRID:
+        return int(np.flatnonzero(a == GRID)[0])
+    low = max(code for code in range(8) if GRID[code] < a)
+    if encoding == "low1":
+        return int(np.flatnonzero(GRID == LOW1[low, low + 1][recorded])[0])
+    if encoding == "low2":  # of the codes with these low bits the one closest to z
+        recorded = min((recorded + 4 * k for k in range(4)), key=lambda c: abs(CODE_VALUES[c] - z))
+    sign = -1 if z < 0 else 1
+    return min((low, low + 1), key=lambda code: abs(sign * GRID[code] - CODE_VALUES[recorded]))
+
+
+def guided_codes(z: np.ndarray, recorded: np.ndarray, encoding: str) -> np.ndarray:
+    """Codes uint8 [...] of guided rounding, a value at a time; `recorded` has the bits kept."""
+    z = np.clip(np.where(np.isnan(z), np.float32(0), z), -6, 6)
+    pairs = zip(z.flat, recorded.flat, strict=True)
+    picked = [pick_magnitude(value, int(bits), encoding) for value, bits in pairs]
+    return with_sign(np.array(picked, np.uint8).reshape(z.shape), z)
+
+
+def decode_scales(scales: np.ndarray, fmt: str) -> np.ndarray:
+    if fmt == "nvfp4":
+        return np.append(E4M3, np.float32(np.nan))[scales]
+    powers = 2.0 ** (scales.astype(np.float64) - 127)
+    return np.where(scales == NAN_E8M0, np.nan, powers).astype(np.float32)
+
+
+def _blocks(x: np.ndarray, fmt: str) -> np.ndarray:
+    return x.reshape(*x.shape[:-1], -1, 16 if fmt == "nvfp4" else 32)
+
+
+def _prefix(outer: np.ndarray, ndim: int) -> np.ndarray:
+    return outer.reshape(outer.shape + (1,) * (ndim - outer.ndim))
+
+
+def scales_of(x: np.ndarray, fmt: str, outer) -> tuple[np.ndarray, np.ndarray | None]:
+    """Scale bytes [..., n/b] and outer scale of float32 x [..., n]; `outer` as in the package."""
+    amax = np.max(np.abs(_blocks(x, fmt)), axis=-1)
+    if fmt != "nvfp4":
+        return np.vectorize(lambda a: _e8m0_byte(float(a), fmt), otypes=[np.uint8])(amax), None
+    with np.errstate(all="ignore"):
+        if isinstance(outer, str):
+            total = np.max(amax, axis=-1 if outer == "row" else None)
+            encoding = np.minimum(np.float32(2688) / total, FMAX)
+            encoding = np.where((total == 0) | (encoding == 0), np.float32(1), encoding)
+            outer = np.float32(1) / encoding
+        else:
+            outer = np.asarray(outer, np.float32)
+            encoding = np.float32(1) / outer
+        sixth = encoding * (np.float32(1) / np.float32(6))
+        scale = np.minimum(np.minimum(amax * _prefix(sixth, amax.ndim), FMAX), np.float32(448))
+    return np.where(np.isnan(scale), np.uint8(NAN_E4M3), nearest(E4M3, scale)), outer
+
+
+def _e8m0_byte(amax: float, fmt: str) -> int:
+    if np.isnan(amax):
+        return NAN_E8M0
+    if np.isinf(amax):
+        amax = 2.0**128  # the bits of Inf read as a number
+    if fmt == "mxfp4":  # the smallest power of two that does not saturate
+        exponent = next(e for e in range(-127, 128) if amax <= 6 * 2.0**e)
+    else:
+        exponent = -127 if amax == 0 else int(np.floor(np.log2(amax))) - 2
+    return int(np.clip(exponent + 127, 0, 254))
+
+
+def _factor(scales, outer, fmt):
+    factor = decode_scales(scales, fmt)
+    return factor if outer is None else factor * _prefix(outer, factor.ndim)
+
+
+def normalise(x: np.ndarray, scales: np.ndarray, outer, fmt: str) -> np.ndarray:
+    """z float32 [..., n]."""
+    with np.errstate(all="ignore"):
+        multiplier = np.minimum(np.float32(1) / _factor(scales, outer, fmt), FMAX)
+        return (_blocks(x, fmt) * multiplier[..., None]).reshape(x.shape)
+
+
+def dequantize(codes: np.ndarray, scales: np.ndarray, outer, fmt: str) -> np.ndarray:
+    """Float32 [..., n]; +0 in a block whose scale is 0."""
+    with np.errstate(all="ignore"):
+        factor = _factor(scales, outer, fmt)[..., None]
+        values = _blocks(CODE_VALUES[codes], fmt) * factor
+    return np.where(factor == 0, np.float32(0), values).reshape(codes.shape)
+
+
+def quantize(x: np.ndarray, fmt: str, outer="row") -> Quantized:
+    """x [..., n] (float32, or bfloat16 widened first) rounded to nearest."""
+    x = np.asarray(x).astype(np.float32)
+    scales, outer = scales_of(x, fmt, outer)
+    codes = encode(normalise(x, scales, outer, fmt))
+    return Quantized(codes, scales, outer, dequantize(codes, scales, outer, fmt))
+
+
+def quantize_guided(x: np.ndarray, rollout: Quantized, fmt: str, encoding: str) -> Quantized:
+    """x [..., n] under the scales of `rollout`, guided by what `encoding` keeps of its codes."""
+    recorded = rollout.codes & {"codes": 15, "low2": 3, "low1": 1}[encoding]
+    z = normalise(np.asarray(x).astype(np.float32), rollout.scales, rollout.outer, fmt)
+    codes = guided_codes(z, recorded, encoding)
+    values = dequantize(codes, rollout.scales, rollout.outer, fmt)
+    return Quantized(codes, rollout.scales, rollout.outer, values)
+
+
+# What both sides of a comparison look like. Only here does the oracle know of the package's pytree.
+
+
+def read(q) -> Quantized:
+    """A BlockScaled as numpy arrays: codes unpacked by hand, scales as bytes with one NaN."""
+    packed = np.asarray(q.codes)
+    codes = np.stack([packed & 15, packed >> 4], axis=-1).reshape(q.shape)
+    scales = np.asarray(q.scales).view(np.uint8)
+    if q.fmt == "nvfp4":  # E4M3 has a NaN of each sign
+        scales = np.where(scales & 127 == NAN_E4M3, np.uint8(NAN_E4M3), scales)
+    outer = None if q.outer is None else np.asarray(q.outer)
+    return Quantized(codes, scales, outer, dequantize(codes, scales, outer, q.fmt))
+
+
+def assert_same_bits(actual, expected):
+    """Arrays of one dtype and shape, equal to the bit: -0 is not 0; but one NaN is like another."""
+    actual, expected = np.asarray(actual), np.asarray(expected)
+    assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
+    np.testing.assert_array_equal(actual, expected)
+    if np.issubdtype(actual.dtype, np.floating):
+        numbers = ~np.isnan(expected)
+        np.testing.assert_array_equal(
+            np.signbit(actual[numbers]), np.signbit(expected[numbers]), "signs of zeros"
+        )
+
+
+def assert_same(q, expected: Quantized):
+    """A BlockScaled equal to the oracle's in every code, scale byte and outer scale."""
+    actual = read(q)
+    np.testing.assert_array_equal(actual.scales, expected.scales)
+    np.testing.assert_array_equal(actual.codes, expected.codes)
+    if expected.outer is None:
+        assert actual.outer is None
+    else:
+        assert_same_bits(actual.outer, expected.outer)
