@@ -28,6 +28,9 @@ def pack(params: dict, policy: Policy, dtype: jnp.dtype) -> dict:
     return jax.tree_util.tree_map_with_path(one, params)
 
 
+pack_jit = jax.jit(pack, static_argnums=(1, 2))
+
+
 def unpack(packed: dict, dtype: jnp.dtype) -> dict:
     """The packed weights as Operands in `dtype`, four times the bytes and the same numbers.
 

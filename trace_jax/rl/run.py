@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ from trace_jax.guidance.policy import NOTHING
 from trace_jax.models import decoder, packing
 from trace_jax.parallel import mesh as meshes
 from trace_jax.rl import advantages, batches, tasks
+from trace_jax.rl.evaluation import accuracy, completions, on_mesh
 from trace_jax.rl.queue import RolloutQueue
 from trace_jax.rl.settings import Settings, resolve
 from trace_jax.rollout.sampler import Rollout
@@ -99,6 +101,15 @@ def coverage_table(settings: Settings) -> str:
     return coverage.table(coverage.coverage(settings.rollout_policy, settings.cfg, length))
 
 
+class Pending(NamedTuple):
+    """A step that was dispatched and whose numbers were not read yet."""
+
+    step: int
+    row: dict
+    metrics: dict
+    dispatched: float  # seconds
+
+
 class Loop:
     """One run's moving parts. Everything that decides the numbers is in `settings` and `state`."""
 
@@ -107,7 +118,6 @@ class Loop:
         self.settings, self.task, self.directory, self.progress = settings, task, directory, progress
         self.checkpoints = Checkpoints(directory.checkpoints)
         self.trainer, self.sampler = settings.trainer(), settings.sampler()
-        self.pack = jax.jit(packing.pack, static_argnums=(1, 2))
         self.key = jax.random.key(settings.seed)
         self.queue = RolloutQueue(settings.rl.max_staleness)
 
@@ -122,19 +132,21 @@ class Loop:
         )  # fmt: skip
         pending = None
         for step in bar:
-            row = self.evaluate_if_due(step, state)
-            packed, newest = self.sample_ahead(step, state)
-            if pending is not None:
-                self.finish(pending, bar)
-            if step % self.settings.checkpoint_every == 0 and step > first_step:
+            save = step % self.settings.checkpoint_every == 0 and step > first_step
+            evaluate = step % self.settings.evaluation.every == 0
+            if save or evaluate:
+                pending = self.finish(pending, bar)
+            if save:
                 self.save(step, state)
+            row = self.evaluate(state) if evaluate else {}
+            packed, newest = self.sample_ahead(step, state)
+            pending = self.finish(pending, bar)
             row |= self.wait_for_rollout(packed, newest)
-            batch, row_of_rewards = self.next_batch(step)
+            batch, rewards = self.next_batch(step)
             dispatched = time.perf_counter()
             state, metrics = self.update(state, batch)
-            pending = (step, row | row_of_rewards, metrics, dispatched)
-        if pending is not None:
-            self.finish(pending, bar)
+            pending = Pending(step, row | rewards, metrics, dispatched)
+        self.finish(pending, bar)
         return self.close(first_step, state, time.perf_counter() - started)
 
     # -- start ------------------------------------------------------------------------------------
@@ -144,8 +156,8 @@ class Loop:
         fresh = train_state.create(self.initial_params(), self.trainer.transformation)
         step = self.checkpoints.latest()
         if step is not None:
-            like = jax.eval_shape(self.sample, self.pack_for_rollout(fresh), 0, 0)
-            state, self.key, queued = self.checkpoints.restore(step, fresh, like)
+            rollout = self.abstract_rollout(self.pack(fresh))
+            state, self.key, queued = self.checkpoints.restore(step, fresh, rollout)
             self.queue = RolloutQueue.from_list(queued, self.settings.rl.max_staleness)
             LOG.info("resumed at step %d", step)
             return step, state
@@ -171,7 +183,7 @@ class Loop:
             tokens_BT, mask_BT = batches.supervised_batch(
                 self.task, settings.tokenizer, step, settings.warmup.batch, length, settings.seed
             )
-            state, loss = trainer.update(state, *self.on_mesh((tokens_BT, mask_BT)))
+            state, loss = trainer.update(state, *on_mesh((tokens_BT, mask_BT)))
             if step % 50 == 0 or step + 1 == settings.warmup_steps:
                 require_finite("warm-up loss", step, float(loss))
                 bar.set_postfix(loss=f"{float(loss):.3f}")
@@ -179,10 +191,9 @@ class Loop:
 
     # -- one step ---------------------------------------------------------------------------------
 
-    def pack_for_rollout(self, state: TrainState, policy=None) -> dict:
-        """The weights of a version as the rollout (or an evaluation under `policy`) holds them."""
-        policy = self.settings.rollout_policy if policy is None else policy
-        return self.pack(state.params, policy, self.settings.dtype)
+    def pack(self, state: TrainState) -> dict:
+        """The weights of a version as the rollout holds them."""
+        return packing.pack_jit(state.params, self.settings.rollout_policy, self.settings.dtype)
 
     def sample(self, packed: dict, index: int, version: int) -> Rollout:
         """Rollout number `index`: the prompts and draws depend on it alone, not on what ran before."""
@@ -192,14 +203,23 @@ class Loop:
         )
         tokens_BP, length_B = (np.repeat(a, s.completions, axis=0) for a in (tokens_BP, length_B))
         key = jax.random.fold_in(jax.random.fold_in(self.key, 1), index)
-        inputs = self.on_mesh((tokens_BP, length_B, np.arange(s.batch)))
+        inputs = on_mesh((tokens_BP, length_B, np.arange(s.batch)))
         return self.sampler(
             packed, inputs[0], inputs[1], key, inputs[2], s.temperature, version
         )
 
+    def abstract_rollout(self, packed: dict) -> Rollout:
+        """Shapes and dtypes of this run's rollouts."""
+        batch = self.settings.rollout.batch
+        ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
+        prompts = ints(batch, self.settings.rollout.prompt_length)
+        return jax.eval_shape(
+            self.sampler, packed, prompts, ints(batch), self.key, ints(batch), 1.0, 0
+        )
+
     def sample_ahead(self, step: int, state: TrainState) -> tuple[dict, Rollout]:
         """Dispatches rollouts until the queue is `staleness` ahead; the weights and the newest one."""
-        packed = self.pack_for_rollout(state)
+        packed = self.pack(state)
         newest = None
         while len(self.queue) <= self.settings.rl.staleness:
             newest = self.sample(packed, step + len(self.queue), step)
@@ -263,8 +283,10 @@ class Loop:
             metrics = this if metrics is None else metrics | {"train/last_update": this}
         return dataclasses.replace(state, step=state.step + 1), metrics
 
-    def finish(self, pending: tuple, bar: tqdm.tqdm) -> None:
-        """Reads the numbers of a dispatched step and writes its row."""
+    def finish(self, pending: Pending | None, bar: tqdm.tqdm) -> None:
+        """Reads the numbers of a dispatched step, if there is one, and writes its row."""
+        if pending is None:
+            return
         step, row, metrics, dispatched = pending
         last = metrics.pop("train/last_update", {})
         metrics = {name: float(value) for name, value in metrics.items()}
@@ -283,30 +305,13 @@ class Loop:
 
     # -- evaluation and end -----------------------------------------------------------------------
 
-    def evaluate_if_due(self, step: int, state: TrainState) -> dict:
-        """Held-out accuracies at the evaluation cadence, else nothing."""
-        if step % self.settings.evaluation.every:
-            return {}
-        return self.evaluate(state)
-
     def evaluate(self, state: TrainState) -> dict:
         """Greedy held-out accuracy as deployed (FP4, nothing to follow) and in BF16."""
+        quantized = self.settings.quantized
         return {
-            "eval/accuracy_fp4": self.accuracy(state, self.settings.quantized),
-            "eval/accuracy_bf16": self.accuracy(state, NOTHING),
+            "eval/accuracy_fp4": accuracy(self.settings, self.task, state.params, quantized),
+            "eval/accuracy_bf16": accuracy(self.settings, self.task, state.params, NOTHING),
         }
-
-    def accuracy(self, state: TrainState, policy) -> float:
-        """Share of held-out prompts answered right by greedy decoding under a policy."""
-        settings, count = self.settings, self.settings.evaluation.prompts
-        tokens_BP, length_B, examples = batches.test_batch(
-            self.task, settings.tokenizer, count, settings.rollout.prompt_length
-        )
-        packed = self.pack_for_rollout(state, policy)
-        tokens, length, ids = self.on_mesh((tokens_BP, length_B, np.arange(count)))
-        rollout = settings.evaluator(policy)(packed, tokens, length, self.key, ids, 0.0)
-        texts = completions(rollout, settings.tokenizer)
-        return float(np.mean([self.task.reward(t, e) for t, e in zip(texts, examples, strict=True)]))
 
     def save(self, step: int, state: TrainState) -> None:
         """A checkpoint from which the run continues as if it had not stopped."""
@@ -331,21 +336,6 @@ class Loop:
         self.directory.write_summary(summary)
         plots.plot_run(self.directory.path)
         return summary
-
-    def on_mesh(self, arrays: tuple) -> tuple:
-        """Arrays with sequences on their first axis, spread over the mesh."""
-        return jax.device_put(arrays, meshes.batch_sharding(jax.sharding.get_mesh()))
-
-
-def completions(rollout: Rollout, tokenizer) -> list[str]:
-    """The text that each sequence added to its prompt, without stop token."""
-    tokens_BT, start_B, end_B = jax.device_get(
-        (rollout.tokens_BT, rollout.prompt_length_B, rollout.length_B)
-    )
-    return [
-        tokenizer.decode(row[start:end])
-        for row, start, end in zip(tokens_BT, start_B, end_B, strict=True)
-    ]
 
 
 def require_finite(what: str, step: int, value: float) -> None:
