@@ -8,6 +8,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from trace_jax.guidance import policy
 from trace_jax.models import decoder
@@ -33,20 +34,24 @@ DEFAULT = policy.resolve([("experts/*", "nvfp4"), ("attention/[kv]", "nvfp4")])
 @functools.cache
 def masters(cfg: ModelConfig = CFG, seed: int = 0) -> dict:
     """Float32 masters with random norm scales."""
-    key = jax.random.key(seed)
+    rng = np.random.default_rng(seed)
 
     def vary(path, leaf):
-        if path[-1].key != "scale":
-            return leaf
-        draw = jax.random.fold_in(key, len(jax.tree_util.keystr(path)))
-        return leaf * jnp.exp(0.3 * jax.random.normal(draw, leaf.shape))
+        return leaf * np.exp(0.3 * rng.normal(size=leaf.shape)) if path[-1].key == "scale" else leaf
 
-    return jax.tree_util.tree_map_with_path(vary, decoder.init(cfg, key))
+    params = jax.jit(decoder.init, static_argnums=0)(cfg, jax.random.key(seed))
+    varied = jax.tree_util.tree_map_with_path(vary, jax.device_get(params))
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), varied)
 
 
-def tokens(batch: int, length: int, seed: int = 0) -> jax.Array:
-    """Random tokens int32 [batch, length], never 0."""
-    return jax.random.randint(jax.random.key(seed), (batch, length), 1, CFG.vocab_size)
+def tokens(batch: int = 2, length: int = 7, seed: int = 0) -> jax.Array:
+    """Random tokens int32 [batch, length], never 0; most tests take this shape, to compile once."""
+    draw = np.random.default_rng(seed).integers(1, CFG.vocab_size, (batch, length))
+    return jnp.asarray(draw, jnp.int32)
+
+
+# Compiles in half the time; for programs whose last bits no test looks at.
+UNOPTIMIZED = {"xla_backend_optimization_level": 0}
 
 
 @functools.partial(jax.jit, static_argnames=("cfg", "policy", "dtype", "records"))

@@ -1,4 +1,4 @@
-"""Sizes: parameter counts against the published ones and the real tree, and errors that name the key."""
+"""Sizes: parameter counts against the published and the real ones, errors that name the key."""
 
 import dataclasses
 import math
@@ -36,7 +36,8 @@ def test_every_parameter_names_its_axes():
     params = jax.eval_shape(lambda key: decoder.init(CFG, key), jax.random.key(0))
     axes = decoder.logical_axes(CFG)
     is_axes = lambda leaf: isinstance(leaf, tuple)
-    jax.tree.map(lambda names, leaf: [*zip(names, leaf.shape, strict=True)], axes, params, is_leaf=is_axes)
+    named = jax.tree.map(len, axes, is_leaf=is_axes)
+    assert named == jax.tree.map(lambda leaf: leaf.ndim, params)
     assert axes["layers"]["experts"]["gate_up"] == ("layers", "expert", "mlp", "embed")
     assert axes["layers"]["attention"]["o"] == ("layers", "embed", "heads")
     assert axes["embed"] == ("vocab", "embed")
@@ -68,5 +69,5 @@ def test_sizes_that_do_not_fit(change, message):
 
 
 def test_unknown_model_lists_the_choices():
-    with pytest.raises(ValueError, match=r"model='qwen2' is unknown.*qwen3_235b_a22b.*qwen3_30b_a3b"):
+    with pytest.raises(ValueError, match=r"model='qwen2' is unknown.*qwen3_235b_a22b"):
         config.get("qwen2")

@@ -51,26 +51,27 @@ def dense(x, w, expert_NA):
     x, w = ([None if a is None else np.float64(a) for a in operand] for operand in (x, w))
     rows = x[0] if x[1] is None else x[0] * x[1][:, None]
     matrices = w[0] if w[1] is None else w[0] * w[1][:, None, None]
-    return np.stack([[matrices[e] @ row for e in chosen] for row, chosen in zip(rows, expert_NA)])  # noqa: B905
+    pairs = zip(rows, expert_NA, strict=True)
+    return np.stack([[matrices[e] @ row for e in chosen] for row, chosen in pairs])
 
 
 @every_routing
 def test_equals_the_dense_loop(expert_NA):
     x, w = operands()
-    np.testing.assert_allclose(product(x, w, expert_NA), dense(x, w, expert_NA), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(product(x, w, expert_NA), dense(x, w, expert_NA), 1e-5, 1e-5)
 
 
 def test_without_outer_scales():
     x, w = (Operand(operand.values, None) for operand in operands())
     routes = ROUTES["random"]
-    np.testing.assert_allclose(product(x, w, routes), dense(x, w, routes), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(product(x, w, routes), dense(x, w, routes), 1e-5, 1e-5)
 
 
 def test_bfloat16_operands_are_summed_in_float32():
     x, w = operands(jnp.bfloat16)
     y = product(x, w, ROUTES["random"])
     assert y.dtype == jnp.float32
-    np.testing.assert_allclose(y, dense(x, w, ROUTES["random"]), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(y, dense(x, w, ROUTES["random"]), 1e-5, 1e-5)
 
 
 @every_routing
@@ -101,7 +102,7 @@ def test_bfloat16_weight_gradient_is_accumulated_in_float32():
     assert np.array_equal(np.float32(jax.grad(loss)(w)), np.full((1, 16, 16), rows, np.float32))
 
 
-@pytest.mark.parametrize(("tokens", "choices", "experts"), [(1, 1, 1), (1, 4, 4), (3, 7, 7), (50, 2, 4)])
+@pytest.mark.parametrize(("tokens", "choices", "experts"), [(1, 1, 1), (3, 7, 7), (50, 2, 4)])
 def test_dispatch_gives_every_choice_its_own_row_of_its_own_expert(tokens, choices, experts):
     """Down to one token, and where every token takes every expert."""
     rng = np.random.default_rng(tokens)
@@ -115,7 +116,7 @@ def test_dispatch_gives_every_choice_its_own_row_of_its_own_expert(tokens, choic
 
 
 def test_work_grows_with_tokens_not_with_experts():
-    """128 experts and 8 choices: rows multiplied stay within one block an expert of those routed."""
+    """128 experts and 8 choices: at most one block an expert beyond the rows routed."""
     plan = grouped.dispatch_plan(jnp.zeros((1024, 8), jnp.int32), 128)
     assert plan.rows == 64
     assert plan.expert_b.size * plan.rows <= 1024 * 8 + 128 * 64

@@ -151,13 +151,19 @@ def forward(
     guidance, routes_LBTA: a rollout's record to follow; records: what to keep of this forward's own
     rounding; at_B: return logits at this token index of each sequence only; noise: emulate another
     engine's kernels.
-    Raises ValueError where a record names a site that the policy does not quantize.
+    Raises ValueError where a record names a site that the policy does not quantize, and for guidance
+    of the experts' hidden rows without the routes that say whose rows they are.
     """
     for record in records:
         if set(record.sites) - set(policy.sites):
             raise ValueError(
                 f"recording {record.sites} needs these sites quantized; policy has {policy.sites}"
             )
+    if guidance is not None and "experts/mid" in guidance.guides and routes_LBTA is None:
+        raise ValueError(
+            "guidance of 'experts/mid' lies in the order of the rollout's routes: replay them "
+            "(routes_LBTA), or leave this site out of the record"
+        )
     if positions_BT is None:
         positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
     dtype = params["embed"].dtype if dtype is None else dtype
