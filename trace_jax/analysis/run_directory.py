@@ -118,6 +118,12 @@ class RunDirectory:
         _write_atomically(path, "".join(_dumps(row) + "\n" for row in rows))
         return path
 
+    def write_json(self, name: str, value: Any) -> Path:
+        """Writes a result, plain values all through, to the file `name` of the run directory."""
+        path = self.path / name
+        _write_atomically(path, _dumps(value, indent=2) + "\n")
+        return path
+
     def write_summary(self, summary: Mapping[str, Any]) -> Path:
         """Writes summary.json, whole or not at all, and returns its path."""
         path = self.path / "summary.json"

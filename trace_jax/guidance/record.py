@@ -84,3 +84,25 @@ def bytes_per_token(guidance: Guidance) -> float:
     leaves = jax.tree.leaves(guidance.guides)
     _, sequences, tokens = leaves[0].shape[:3]
     return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) / (sequences * tokens)
+
+
+def reduce(full: Guidance, recording: Recording) -> Guidance:
+    """What `recording` would have kept of a rollout whose full codes are known.
+
+    full: Guidance in the encoding "codes" that holds the recording's sites and layers.
+    """
+
+    def one(guide: Guide) -> Guide:
+        q = BlockScaled(guide.bits, guide.scales, guide.outer, guide.fmt)
+        return quantizer.encode(q, recording.encoding)
+
+    layers = slice(
+        recording.first_layer - full.first_layer, recording.last_layer - full.first_layer
+    )
+    kept = {site: full.guides[site] for site in recording.sites}
+    kept = jax.tree.map(lambda a: a[layers, : recording.sequences], kept)
+    return Guidance(
+        {site: one(guide) for site, guide in kept.items()},
+        recording.first_layer,
+        recording.last_layer,
+    )

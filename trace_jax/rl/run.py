@@ -21,12 +21,13 @@ from trace_jax.analysis import coverage, plots
 from trace_jax.analysis.run_directory import RunDirectory, read_metrics
 from trace_jax.guidance import record
 from trace_jax.guidance.policy import NOTHING
-from trace_jax.models import decoder, packing
+from trace_jax.models import packing
 from trace_jax.parallel import mesh as meshes
 from trace_jax.rl import advantages, batches, tasks
 from trace_jax.rl.evaluation import accuracy, completions, on_mesh
 from trace_jax.rl.queue import RolloutQueue
-from trace_jax.rl.settings import Settings, resolve
+from trace_jax.rl.settings import Settings, require_finite, resolve
+from trace_jax.rl.warm_up import initial_params, warm_up
 from trace_jax.rollout.sampler import Rollout
 from trace_jax.training import state as train_state
 from trace_jax.training.checkpoint import Checkpoints
@@ -153,41 +154,19 @@ class Loop:
 
     def restore_or_warm_up(self) -> tuple[int, TrainState]:
         """(first step, state): the newest checkpoint's, or a warmed-up model at step 0."""
-        fresh = train_state.create(self.initial_params(), self.trainer.transformation)
+        fresh = train_state.create(initial_params(self.settings), self.trainer.transformation)
         step = self.checkpoints.latest()
         if step is not None:
+            state, self.key = self.checkpoints.restore_state(step, fresh)
             rollout = self.abstract_rollout(self.pack(fresh))
-            state, self.key, queued = self.checkpoints.restore(step, fresh, rollout)
+            queued = self.checkpoints.restore_queue(step, rollout)
             self.queue = RolloutQueue.from_list(queued, self.settings.rl.max_staleness)
             LOG.info("resumed at step %d", step)
             return step, state
-        params = self.warm_up(fresh.params)
+        params = warm_up(self.settings, self.task, fresh.params, self.progress)
         state = train_state.create(params, self.trainer.transformation)
         self.save(0, state)
         return 0, state
-
-    def initial_params(self) -> dict:
-        """Masters drawn from the seed, laid out on the mesh."""
-        params = decoder.init(self.settings.cfg, jax.random.fold_in(self.key, 0))
-        mesh = jax.sharding.get_mesh()
-        return jax.device_put(params, train_state.parameter_shardings(self.settings.cfg, params, mesh))
-
-    def warm_up(self, params: dict) -> dict:
-        """Parameters after the supervised phase."""
-        settings = self.settings
-        trainer = settings.warm_up()
-        state = train_state.create(params, trainer.transformation)
-        length = settings.rollout.prompt_length + settings.rollout.max_new_tokens
-        bar = tqdm.trange(settings.warmup_steps, desc="warm-up", disable=not self.progress)
-        for step in bar:
-            tokens_BT, mask_BT = batches.supervised_batch(
-                self.task, settings.tokenizer, step, settings.warmup.batch, length, settings.seed
-            )
-            state, loss = trainer.update(state, *on_mesh((tokens_BT, mask_BT)))
-            if step % 50 == 0 or step + 1 == settings.warmup_steps:
-                require_finite("warm-up loss", step, float(loss))
-                bar.set_postfix(loss=f"{float(loss):.3f}")
-        return state.params
 
     # -- one step ---------------------------------------------------------------------------------
 
@@ -336,12 +315,3 @@ class Loop:
         self.directory.write_summary(summary)
         plots.plot_run(self.directory.path)
         return summary
-
-
-def require_finite(what: str, step: int, value: float) -> None:
-    """Raises FloatingPointError naming the step where a value is not finite."""
-    if not np.isfinite(value):
-        raise FloatingPointError(
-            f"{what} is {value} at step {step}; the last checkpoint is intact. Lower the learning rate, "
-            "or find the source with --config.debug_nans=True"
-        )

@@ -4,6 +4,7 @@ Below this module nobody sees a ConfigDict.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 
 import jax.numpy as jnp
@@ -42,6 +43,15 @@ def require(condition: bool, key: str, value: object, rule: str) -> None:
     """Raises ValueError naming the key, its value and the rule it breaks."""
     if not condition:
         raise ValueError(f"config.{key}={value!r}: {rule}")
+
+
+def require_finite(what: str, step: int, value: float) -> None:
+    """Raises FloatingPointError naming the step where a value is not finite."""
+    if not math.isfinite(value):
+        raise FloatingPointError(
+            f"{what} is {value} at step {step}; the last checkpoint is intact. "
+            "Lower the learning rate, or find the source with --config.debug_nans=True"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +152,7 @@ class Settings:
     mesh: Mapping
     engine_noise: float
     debug_nans: bool
-    tokenizer: ByteTokenizer = ByteTokenizer()
+    tokenizer: ByteTokenizer = dataclasses.field(default_factory=ByteTokenizer)
 
     @property
     def rollout_policy(self) -> Policy:

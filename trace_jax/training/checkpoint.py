@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
 
 from trace_jax.training.state import TrainState
@@ -19,7 +18,15 @@ class Checkpoints:
     def __init__(self, directory: str | Path, keep: int = 2) -> None:
         """Opens (and makes) the directory."""
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=False)
-        self._manager = ocp.CheckpointManager(Path(directory).absolute(), options=options)
+        self._manager = ocp.CheckpointManager(
+            Path(directory).absolute(),
+            options=options,
+            item_handlers=dict(
+                saved=ocp.StandardCheckpointHandler(),
+                queue=ocp.StandardCheckpointHandler(),
+                length=ocp.JsonCheckpointHandler(),
+            ),
+        )
 
     def latest(self) -> int | None:
         """The newest saved step, or None."""
@@ -30,38 +37,34 @@ class Checkpoints:
         if step in self._manager.all_steps():
             self._manager.delete(step)
         saved = {"state": state, "key": jax.random.key_data(key)}
-        self._manager.save(
-            step,
-            args=ocp.args.Composite(
-                saved=ocp.args.StandardSave(saved),
-                queue=ocp.args.StandardSave({f"{i}": r for i, r in enumerate(queue)} or {"none": 0}),
-                length=ocp.args.JsonSave(len(queue)),
-            ),
-        )
+        items = dict(saved=ocp.args.StandardSave(saved), length=ocp.args.JsonSave(len(queue)))
+        if queue:
+            queued = {f"{i}": rollout for i, rollout in enumerate(queue)}
+            items["queue"] = ocp.args.StandardSave(queued)
+        self._manager.save(step, args=ocp.args.Composite(**items))
         self._manager.wait_until_finished()
 
-    def restore(
-        self, step: int, state: TrainState, rollout: Any
-    ) -> tuple[TrainState, jax.Array, list[Any]]:
-        """(state, key, queued rollouts) of a step; `state` and `rollout` give shapes and shardings.
+    def restore_state(self, step: int, state: TrainState) -> tuple[TrainState, jax.Array]:
+        """(state, random key) of a saved step; `state` gives structure, shapes and shardings.
 
         Raises ValueError, naming the first leaf that differs, for a checkpoint of another shape.
         """
-        length = self._manager.restore(step, args=ocp.args.Composite(length=ocp.args.JsonRestore()))
-        length = length["length"]
         like = {"state": state, "key": jax.random.key_data(jax.random.key(0))}
         self._check_shapes(step, like)
-        queue_like = {f"{i}": rollout for i in range(length)} or {"none": 0}
-        restored = self._manager.restore(
-            step,
-            args=ocp.args.Composite(
-                saved=ocp.args.StandardRestore(jax.tree.map(_abstract, like)),
-                queue=ocp.args.StandardRestore(jax.tree.map(_abstract, queue_like)),
-            ),
-        )
-        queue = [restored["queue"][f"{i}"] for i in range(length)]
-        saved = restored["saved"]
-        return saved["state"], jax.random.wrap_key_data(saved["key"]), queue
+        restore = ocp.args.StandardRestore(jax.tree.map(_abstract, like))
+        saved = self._manager.restore(step, args=ocp.args.Composite(saved=restore))["saved"]
+        return saved["state"], jax.random.wrap_key_data(saved["key"])
+
+    def restore_queue(self, step: int, rollout: Any) -> list[Any]:
+        """The rollouts that were queued at a saved step, each of the shapes of `rollout`."""
+        args = ocp.args.Composite(length=ocp.args.JsonRestore())
+        length = self._manager.restore(step, args=args)["length"]
+        if not length:
+            return []
+        like = {f"{i}": jax.tree.map(_abstract, rollout) for i in range(length)}
+        args = ocp.args.Composite(queue=ocp.args.StandardRestore(like))
+        queue = self._manager.restore(step, args=args)["queue"]
+        return [queue[f"{i}"] for i in range(length)]
 
     def close(self) -> None:
         """Waits for writes and closes."""
@@ -69,25 +72,23 @@ class Checkpoints:
 
     def _check_shapes(self, step: int, like: dict) -> None:
         found = self._manager.item_metadata(step)["saved"]
-        found = {_name(path): tuple(leaf.shape) for path, leaf in _leaves(found.tree if hasattr(found, "tree") else found)}
-        wanted = {_name(path): tuple(np.shape(leaf)) for path, leaf in _leaves(like)}
+        found, wanted = (_shapes(getattr(tree, "tree", tree)) for tree in (found, like))
         for name in sorted(found.keys() | wanted.keys()):
             if found.get(name) != wanted.get(name):
                 raise ValueError(
-                    f"checkpoint step {step}: {name} is {found.get(name, 'missing')}, the model wants "
-                    f"{wanted.get(name, 'nothing there')}; use the configuration it was made with"
+                    f"checkpoint step {step}: {name} is {found.get(name, 'missing')} there, but the "
+                    f"model wants {wanted.get(name, 'no such leaf')}; "
+                    "use the configuration it was made with, or another --workdir"
                 )
 
 
-def _leaves(tree):
-    return jax.tree_util.tree_flatten_with_path(tree)[0]
+def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+    """Shape of each leaf by its path."""
+    part = lambda k: str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k))))
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return {"/".join(map(part, path)): tuple(leaf.shape) for path, leaf in leaves}
 
 
-def _name(path) -> str:
-    parts = [getattr(k, "key", getattr(k, "name", getattr(k, "idx", None))) for k in path]
-    return "/".join(str(part) for part in parts)
-
-
-def _abstract(leaf):
+def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
     sharding = getattr(leaf, "sharding", None)
-    return jax.ShapeDtypeStruct(np.shape(leaf), np.asarray(leaf).dtype if sharding is None else leaf.dtype, sharding=sharding)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

@@ -107,9 +107,7 @@ class Trainer:
 
     def mismatch_metrics(self, out: decoder.Output, rollout: Rollout) -> dict:
         """Routes against the rollout's, and codes, scales and activations where it was audited."""
-        # The last token of a sequence was drawn but never fed back: it has no record.
-        position_T = jnp.arange(rollout.tokens_BT.shape[1])
-        valid_BT = (position_T < rollout.length_B[:, None] - 1).astype(jnp.float32)
+        valid_BT = valid_inputs(rollout)
         ours_LBTAA = out.routes_LBTA[..., None] == rollout.routes_LBTA[..., None, :]
         shared_LBT = jnp.sum(ours_LBTAA, axis=(-1, -2)) / self.cfg.num_experts_per_token
         shared = jnp.sum(shared_LBT * valid_BT) / (jnp.sum(valid_BT) * self.cfg.num_layers)
@@ -124,6 +122,15 @@ class Trainer:
         if rollout.guidance is not None:
             metrics["guidance/out_of_bracket_rate"] = out_of_bracket_rate(sites, rollout.guidance)
         return metrics
+
+
+def valid_inputs(rollout: Rollout) -> jax.Array:
+    """Float32 [B, T]: 1 on tokens that the rollout computed, prompt included.
+
+    The last token of a sequence was drawn but never fed back: it has no record.
+    """
+    position_T = jnp.arange(rollout.tokens_BT.shape[1])
+    return (position_T < rollout.length_B[:, None] - 1).astype(jnp.float32)
 
 
 def out_of_bracket_rate(sites: dict[str, mismatch.Mismatch], guidance: Guidance) -> jax.Array:
