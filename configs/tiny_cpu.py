@@ -28,8 +28,8 @@ def get_config(model: str | None = None) -> ConfigDict:
         dict(
             method="trace",  # rl/methods.py lists them
             seed=0,
-            steps=160,  # RL steps
-            warmup_steps=300,  # supervised steps before them
+            steps=300,  # RL steps
+            warmup_steps=500,  # supervised steps before them
             model=model or SIZES,  # a name of models/config.py, or sizes
             dtype="bfloat16",  # compute dtype of both sides
             task=dict(
@@ -43,17 +43,18 @@ def get_config(model: str | None = None) -> ConfigDict:
                 test_path="",
                 reward="exact",
             ),
-            # What FP4 means: ordered (site pattern, format), first match decides (guidance/policy.py).
+            # What FP4 means: ordered (site pattern, format), first match decides; see
+            # guidance/policy.py.
             # The paper's sites are experts/* and attention/[kv]; here every linear layer is in FP4.
             quantize=(("*", "nvfp4"),),
             guidance=dict(
                 encoding="",  # "" takes the method's; else codes, low1, low2
                 layers="all",  # "" takes the method's (the paper's latter_half for trace)
                 sites=("attention/*", "experts/in"),  # recorded, where quantized
-                audit_sequences=8,  # sequences a rollout whose full codes are kept to measure mismatch
+                audit_sequences=8,  # a rollout; full codes are kept of them, to measure mismatch
             ),
             rollout=dict(
-                prompts=16,
+                prompts=32,
                 completions=8,  # a prompt
                 prompt_length=11,  # tokens, room for the longest prompt
                 max_new_tokens=11,
@@ -61,7 +62,7 @@ def get_config(model: str | None = None) -> ConfigDict:
                 unpack_once=True,  # hold FP4 weights unpacked while sampling (4x their bytes)
             ),
             rl=dict(
-                learning_rate=2e-3,
+                learning_rate=2e-4,
                 max_grad_norm=1.0,
                 clip_low=0.2,
                 clip_high=0.28,
@@ -73,12 +74,12 @@ def get_config(model: str | None = None) -> ConfigDict:
                 max_staleness=3,
             ),
             warmup=dict(batch=256, learning_rate=3e-3),
-            evaluation=dict(every=20, prompts=512),  # RL steps; held-out prompts, greedy
-            checkpoint_every=40,  # RL steps
-            samples_every=20,  # RL steps between files of sampled text
+            evaluation=dict(every=50, prompts=512),  # RL steps; held-out prompts, greedy
+            checkpoint_every=50,  # RL steps
+            samples_every=50,  # RL steps between files of sampled text
             mesh=dict(data=1, fsdp=1, expert=1, tensor=1),  # devices along each axis; one may be -1
-            # Relative noise on the trainer's activations ahead of each quantizer: emulates the kernels of
-            # another engine, since here trainer and rollout share one forward. 0 for none.
+            # Relative noise on the trainer's activations ahead of each quantizer: emulates the
+            # kernels of another engine, since here both sides share one forward. 0 for none.
             engine_noise=0.005,
             debug_nans=False,  # raise at the first NaN, inside compiled code too
         )
