@@ -28,7 +28,7 @@ def get_config(model: str | None = None) -> ConfigDict:
         dict(
             method="trace",  # rl/methods.py lists them
             seed=0,
-            steps=300,  # RL steps
+            steps=200,  # RL steps
             warmup_steps=500,  # supervised steps before them
             model=model or SIZES,  # a name of models/config.py, or sizes
             dtype="bfloat16",  # compute dtype of both sides
