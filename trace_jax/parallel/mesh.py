@@ -4,7 +4,8 @@ Mesh axes: `data` and `fsdp` split the batch; `fsdp`, `expert` and `tensor` spli
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import numpy as np
@@ -35,9 +36,11 @@ def make_mesh(sizes: Mapping[str, int], devices: list | None = None) -> Mesh:
     if unknown:
         raise ValueError(f"mesh axes {sorted(unknown)} are unknown: choose among {MESH_AXES}")
     shape = [sizes.get(axis, 1) for axis in MESH_AXES]
-    if shape.count(-1) == 1:
-        shape[shape.index(-1)] = len(devices) // -math.prod(shape)
-    if math.prod(shape) != len(devices) or min(shape) < 1:
+    if shape.count(-1) > 1 or any(size < 1 and size != -1 for size in shape):
+        raise ValueError(f"mesh {dict(sizes)}: sizes must be positive, or -1 once")
+    if -1 in shape:
+        shape[shape.index(-1)] = max(1, len(devices) // -math.prod(shape))
+    if math.prod(shape) != len(devices):
         raise ValueError(
             f"mesh {dict(zip(MESH_AXES, shape, strict=True))} needs {math.prod(shape)} devices, "
             f"there are {len(devices)}; set one axis to -1 or make the product equal"
@@ -46,11 +49,14 @@ def make_mesh(sizes: Mapping[str, int], devices: list | None = None) -> Mesh:
     return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
-def parameter_spec(axes: tuple[str | None, ...], shape: tuple[int, ...], mesh: Mesh, block: int) -> P:
+def parameter_spec(
+    axes: tuple[str | None, ...], shape: tuple[int, ...], mesh: Mesh, block: int
+) -> P:
     """The PartitionSpec of a parameter with logical `axes` and `shape`.
 
-    Raises ValueError, naming the axis, where a mesh axis is used twice, does not divide the size, or
-    would leave a shard of the last axis (the contraction, blocked) that is no multiple of `block`.
+    Raises ValueError, naming the axis, where a mesh axis is used twice, does not divide the size,
+    or would leave a shard of the last axis (the contraction, blocked) that is no multiple of
+    `block`.
     """
     chosen = [RULES[axis] if axis else None for axis in axes]
     chosen = [axis if axis and mesh.shape[axis] > 1 else None for axis in chosen]
@@ -77,11 +83,11 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, P())
 
 
-def over_batch(function, *arguments, whole=()):
+def over_batch(function: Callable, *arguments: Any, whole: tuple = ()) -> Any:
     """function(*arguments, *whole), run by each device on its own share of the batch.
 
-    Arguments and results are pytrees of arrays whose leading axis is the batch; `whole` is replicated.
-    Without a mesh in context (`jax.set_mesh`) this is a plain call.
+    Arguments and results are pytrees of arrays whose leading axis is the batch; `whole` is
+    replicated. Without a mesh in context (`jax.set_mesh`) this is a plain call.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or math.prod(mesh.shape[axis] for axis in BATCH) == 1:
