@@ -2,8 +2,8 @@
 
     python -m experiments.mismatch --config=configs/mismatch.py --workdir=runs/mismatch
 
-Uses the parameters of workdir's newest checkpoint where there is one (the configuration must fit it),
-else a model warmed up on the task. Writes mismatch.json, mismatch.md and figures/mismatch.png.
+Uses the parameters of workdir's newest checkpoint where there is one (the configuration must fit
+it), else a model warmed up on the task. Writes mismatch.json, mismatch.md and figures/mismatch.png.
 """
 
 import jax

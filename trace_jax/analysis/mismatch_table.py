@@ -1,9 +1,9 @@
 """Rollout against training forward on the same tokens, method by method; no learning involved.
 
-One FP4 rollout records the full codes of every site and layer. Each arm is a training forward over its
-tokens that sees what its method would have recorded; the two are compared site by site. The trainer's
-kernels are this program's own (noise 0), or another engine's, emulated by relative noise ahead of its
-quantizers (models/layer_context.py).
+One FP4 rollout records the full codes of every site and layer. Each arm is a training forward over
+its tokens that sees what its method would have recorded; the two are compared site by site. The
+trainer's kernels are this program's own (noise 0), or another engine's, emulated by relative noise
+ahead of its quantizers (models/layer_context.py).
 """
 
 import dataclasses
@@ -68,7 +68,7 @@ def arms(settings: Settings) -> list[Arm]:
 
 
 def guided_patterns(settings: Settings) -> tuple[str, ...]:
-    """The sites that guidance covers: every quantized one but experts/mid, which follows from them."""
+    """The sites that guidance covers: every quantized one but experts/mid, which follows."""
     return tuple(site for site in settings.quantized.sites if site != "experts/mid")
 
 
@@ -91,10 +91,8 @@ def sample(settings: Settings, task: Task, params: dict, policy: Policy, recordi
     return sampler(packed, tokens, length, jax.random.key(1), ids, s.temperature)
 
 
-def measure(
-    settings: Settings, params: dict, rollout: Rollout, arm: Arm, noise: float
-) -> dict:
-    """One row: the arm, the noise, rates over all guided sites, the log-prob gap, rates by layer."""
+def measure(settings: Settings, params: dict, rollout: Rollout, arm: Arm, noise: float) -> dict:
+    """One row: the arm, the noise, rates over all guided sites, log-prob gap, rates by layer."""
     trainer = dataclasses.replace(
         settings.trainer(), policy=arm.policy, replay_routes=arm.replay_routes,
         audit=full_recording(settings) if arm.policy.sites else None, engine_noise=noise,
@@ -170,7 +168,8 @@ def markdown(rows: list[dict]) -> str:
 def figure(rows: list[dict]) -> Figure:
     """Code mismatch by layer at 1% noise, and the mean log-prob gap over noise, per method."""
     methods = list(dict.fromkeys(r["method"] for r in rows if not r["method"].startswith("self")))
-    colors = dict(zip(methods, (GREY, BLACK, VERMILLION, ORANGE, PURPLE, BLUE, GREEN), strict=False))
+    order = (GREY, BLACK, VERMILLION, ORANGE, PURPLE, BLUE, GREEN)
+    colors = dict(zip(methods, order, strict=False))
     drawing = Figure(figsize=(7.2, 3.0), layout="constrained", dpi=200)
     left, right = drawing.subplots(1, 2)
     for name in methods:
@@ -180,12 +179,14 @@ def figure(rows: list[dict]) -> Figure:
             if row["noise"] == 0.01 and "code_rate_by_layer" in row:
                 rates = np.maximum(row["code_rate_by_layer"], 1e-7)
                 left.plot(range(1, len(rates) + 1), rates, **style)
-        right.plot([100 * row["noise"] for row in mine], [row["logp_abs_mean"] for row in mine], **style)
+        gaps = [row["logp_abs_mean"] for row in mine]
+        right.plot([100 * row["noise"] for row in mine], gaps, **style)
     left.set(yscale="log", xlabel="layer", ylabel="code mismatch rate (0 drawn at 1e-7)",
              title="Code mismatch, 1% emulated noise")  # fmt: skip
     right.set(yscale="log", xlabel="emulated engine noise (%)", ylabel="mean |log-prob gap| (nats)",
               title="Gap between rollout and trainer")  # fmt: skip
     right.set_xscale("symlog", linthresh=0.2)
     right.set_xticks([0, 0.2, 1, 5], ["0", "0.2", "1", "5"])
-    drawing.legend(*right.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=7)
+    handles, labels = right.get_legend_handles_labels()
+    drawing.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=7)
     return drawing

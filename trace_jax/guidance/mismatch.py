@@ -21,7 +21,7 @@ from trace_jax.guidance.record import Guidance
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Mismatch:
-    """Sums over the valid tokens of one site, each [L]; they add up over sites, layers and batches."""
+    """Sums over the valid tokens of one site, each [L]; they add up over sites and batches."""
 
     codes: jax.Array  # codes that differ
     values: jax.Array  # codes compared

@@ -42,8 +42,8 @@ def accuracy(settings: Settings, task: Task, params: dict, policy: Policy) -> fl
 def guided_agreement(settings: Settings, task: Task, params: dict) -> dict[str, float]:
     """How the training forward sees the greedy FP4 completions when it follows their record.
 
-    Returns the share of completion tokens that are its own first choice too, and the mean and largest
-    difference of log-probs (nats) from the FP4 decode, at temperature 1.
+    Returns the share of completion tokens that are its own first choice too, and the mean and
+    largest difference of log-probs (nats) from the FP4 decode, at temperature 1.
     """
     rollout, _ = greedy(settings, task, params, settings.sampler())
     trainer = settings.trainer()

@@ -5,8 +5,8 @@ They run the same code; a method is one row of this table.
     bf16          BF16 rollout, BF16 training: the reference
     fp4_rollout   FP4 rollout, BF16 training: fast, and off-policy by the whole quantization error
     qat           FP4 on both sides, each rounding to nearest: plain quantization-aware training
-    trace         FP4 on both sides, training guided by the low bit of the rollout's codes, latter half
-                  of the layers, routes replayed: the paper's R-1bit configuration
+    trace         FP4 on both sides, training guided by the low bit of the rollout's codes, latter
+                  half of the layers, routes replayed: the paper's R-1bit configuration
     trace_full    the same with full codes in all layers: the paper's upper bound
 Source: TRACE (arXiv 2610.07767) sections 3.1, 3.2 and its baselines.
 """

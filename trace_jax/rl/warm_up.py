@@ -1,4 +1,4 @@
-"""The start of a run: parameters from the seed, and the supervised phase on the task's own answers."""
+"""The start of a run: parameters from the seed, and supervised training on the task's answers."""
 
 from pathlib import Path
 

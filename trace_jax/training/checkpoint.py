@@ -1,6 +1,6 @@
-"""Orbax checkpoints: train state, random key and the rollout queue, so that a resumed run is the run.
+"""Orbax checkpoints: train state, random key and rollout queue, so that a resumed run is the run.
 
-The data position is the step (prompts are a pure function of seed and step), hence not stored apart.
+The data position is the step (prompts are a pure function of seed and step): not stored apart.
 """
 
 from pathlib import Path
@@ -76,8 +76,8 @@ class Checkpoints:
         for name in sorted(found.keys() | wanted.keys()):
             if found.get(name) != wanted.get(name):
                 raise ValueError(
-                    f"checkpoint step {step}: {name} is {found.get(name, 'missing')} there, but the "
-                    f"model wants {wanted.get(name, 'no such leaf')}; "
+                    f"checkpoint step {step}: {name} is {found.get(name, 'missing')} there, but "
+                    f"the model wants {wanted.get(name, 'no such leaf')}; "
                     "use the configuration it was made with, or another --workdir"
                 )
 

@@ -21,7 +21,9 @@ class TrainState:
     step: jax.Array  # int32: RL steps done, which is also the policy's version
 
 
-def optimizer(learning_rate: float | optax.Schedule, max_grad_norm: float) -> optax.GradientTransformation:
+def optimizer(
+    learning_rate: float | optax.Schedule, max_grad_norm: float
+) -> optax.GradientTransformation:
     """Adam (0.9, 0.95) after clipping the global gradient norm."""
     return optax.chain(
         optax.clip_by_global_norm(max_grad_norm), optax.adam(learning_rate, b1=0.9, b2=0.95)
