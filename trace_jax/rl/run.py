@@ -1,12 +1,13 @@
 """The run: warm-up, then rollout, reward, guided update, evaluation, until the steps are done.
 
     rollout -> rewards -> advantages -> update -> pack weights -> rollout ...
-One row of metrics a step. Work for step n + 1 is dispatched before the numbers of step n are read, so
-that the device does not wait for the host.
+One row of metrics a step. Work for step n + 1 is dispatched before the numbers of step n are read,
+so that the device does not wait for the host.
 """
 
 import dataclasses
 import logging
+import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import tqdm
 
 from trace_jax.analysis import coverage, plots
@@ -25,8 +27,9 @@ from trace_jax.models import packing
 from trace_jax.parallel import mesh as meshes
 from trace_jax.rl import advantages, batches, tasks
 from trace_jax.rl.evaluation import accuracy, completions, on_mesh
+from trace_jax.rl.examples import Example
 from trace_jax.rl.queue import RolloutQueue
-from trace_jax.rl.settings import Settings, require_finite, resolve
+from trace_jax.rl.settings import Settings, require, require_finite, resolve
 from trace_jax.rl.warm_up import initial_params, warm_up
 from trace_jax.rollout.sampler import Rollout
 from trace_jax.training import state as train_state
@@ -35,6 +38,7 @@ from trace_jax.training.state import TrainState
 from trace_jax.training.step import TrainBatch
 
 LOG = logging.getLogger("trace_jax")
+global_norm = jax.jit(optax.global_norm)
 
 METRICS = (  # every row has these; None where the method has no such quantity
     "reward/mean",
@@ -62,8 +66,8 @@ METRICS = (  # every row has these; None where the method has no such quantity
 def run(config: Mapping, workdir: str | Path, progress: bool = True) -> dict:
     """Trains as `config` says and returns the summary; resumes from workdir's newest checkpoint.
 
-    Raises ValueError for bad configuration or data before any long work, and FloatingPointError when
-    a loss is not finite (the last checkpoint then stays as it is).
+    Raises ValueError for bad configuration or data before any long work, and FloatingPointError
+    when a loss or gradient is not finite (the last checkpoint then stays as it is).
     """
     settings = resolve(config)
     task = tasks.load(settings.task, settings.seed)
@@ -80,7 +84,8 @@ def run(config: Mapping, workdir: str | Path, progress: bool = True) -> dict:
 
 
 def check_data(settings: Settings, task: tasks.Task) -> None:
-    """Raises ValueError for prompts, answers or an evaluation that would not fit later."""
+    """Raises ValueError for prompts, answers, batches or an evaluation that would not fit later."""
+    check_batches(settings)
     length = settings.rollout.prompt_length + settings.rollout.max_new_tokens
     batches.check_prompts(task, settings.tokenizer, settings.rollout.prompt_length)
     batches.check_answers(task, settings.tokenizer, settings.rollout.max_new_tokens)
@@ -96,10 +101,31 @@ def check_data(settings: Settings, task: tasks.Task) -> None:
         )
 
 
+def check_batches(settings: Settings) -> None:
+    """Raises ValueError for a mesh that does not fit the devices or does not divide a batch."""
+    mesh = meshes.make_mesh(settings.mesh)
+    shares = math.prod(mesh.shape[axis] for axis in meshes.BATCH)
+    sizes = {
+        "rollout.prompts * config.rollout.completions": settings.rollout.batch,
+        "warmup.batch": settings.warmup.batch,
+        "evaluation.prompts": settings.evaluation.prompts,
+    }
+    for key, size in sizes.items():
+        rule = f"must be a multiple of mesh.data * mesh.fsdp = {shares}"
+        require(size % shares == 0, key, size, rule)
+
+
 def coverage_table(settings: Settings) -> str:
     """What is in FP4 in the rollout, as text."""
     length = settings.rollout.prompt_length + settings.rollout.max_new_tokens
     return coverage.table(coverage.coverage(settings.rollout_policy, settings.cfg, length))
+
+
+def seconds_until_ready(arrays: dict) -> float:
+    """How long the host now waits for arrays (seconds)."""
+    start = time.perf_counter()
+    jax.block_until_ready(arrays)
+    return time.perf_counter() - start
 
 
 class Pending(NamedTuple):
@@ -114,9 +140,12 @@ class Pending(NamedTuple):
 class Loop:
     """One run's moving parts. Everything that decides the numbers is in `settings` and `state`."""
 
-    def __init__(self, settings: Settings, task: tasks.Task, directory: RunDirectory, progress: bool):
+    def __init__(
+        self, settings: Settings, task: tasks.Task, directory: RunDirectory, progress: bool
+    ) -> None:
         """Compiles nothing and reads no checkpoint yet."""
-        self.settings, self.task, self.directory, self.progress = settings, task, directory, progress
+        self.settings, self.task = settings, task
+        self.directory, self.progress = directory, progress
         self.checkpoints = Checkpoints(directory.checkpoints)
         self.trainer, self.sampler = settings.trainer(), settings.sampler()
         self.key = jax.random.key(settings.seed)
@@ -136,18 +165,22 @@ class Loop:
             save = step % self.settings.checkpoint_every == 0 and step > first_step
             evaluate = step % self.settings.evaluation.every == 0
             if save or evaluate:
-                pending = self.finish(pending, bar)
+                self.write(self.read(pending), bar)
+                pending = None
             if save:
                 self.save(step, state)
             row = self.evaluate(state) if evaluate else {}
             packed, newest = self.sample_ahead(step, state)
-            pending = self.finish(pending, bar)
-            row |= self.wait_for_rollout(packed, newest)
+            finished = self.read(pending)  # returns when the device turns to packing
+            row["time/sync_s"] = seconds_until_ready(packed)
+            sampling = time.perf_counter()
+            self.write(finished, bar)  # while the device samples
+            row |= self.wait_for_rollout(newest, sampling)
             batch, rewards = self.next_batch(step)
             dispatched = time.perf_counter()
             state, metrics = self.update(state, batch)
             pending = Pending(step, row | rewards, metrics, dispatched)
-        self.finish(pending, bar)
+        self.write(self.read(pending), bar)
         return self.close(first_step, state, time.perf_counter() - started)
 
     # -- start ------------------------------------------------------------------------------------
@@ -175,16 +208,19 @@ class Loop:
         return packing.pack_jit(state.params, self.settings.rollout_policy, self.settings.dtype)
 
     def sample(self, packed: dict, index: int, version: int) -> Rollout:
-        """Rollout number `index`: the prompts and draws depend on it alone, not on what ran before."""
+        """Rollout number `index`: prompts and draws depend on it alone, not on what ran before."""
         s = self.settings.rollout
-        tokens_BP, length_B, _ = batches.prompt_batch(
-            self.task, self.settings.tokenizer, index, s.prompts, s.prompt_length, self.settings.seed
-        )
+        tokens_BP, length_B, _ = self.prompts(index)
         tokens_BP, length_B = (np.repeat(a, s.completions, axis=0) for a in (tokens_BP, length_B))
         key = jax.random.fold_in(jax.random.fold_in(self.key, 1), index)
         inputs = on_mesh((tokens_BP, length_B, np.arange(s.batch)))
-        return self.sampler(
-            packed, inputs[0], inputs[1], key, inputs[2], s.temperature, version
+        return self.sampler(packed, inputs[0], inputs[1], key, inputs[2], s.temperature, version)
+
+    def prompts(self, index: int) -> tuple[np.ndarray, np.ndarray, tuple[Example, ...]]:
+        """(tokens_BP, length_B, examples) of rollout number `index`, one a group."""
+        s = self.settings
+        return batches.prompt_batch(
+            self.task, s.tokenizer, index, s.rollout.prompts, s.rollout.prompt_length, s.seed
         )
 
     def abstract_rollout(self, packed: dict) -> Rollout:
@@ -197,7 +233,7 @@ class Loop:
         )
 
     def sample_ahead(self, step: int, state: TrainState) -> tuple[dict, Rollout]:
-        """Dispatches rollouts until the queue is `staleness` ahead; the weights and the newest one."""
+        """Dispatches rollouts until the queue is `staleness` ahead; the weights and the newest."""
         packed = self.pack(state)
         newest = None
         while len(self.queue) <= self.settings.rl.staleness:
@@ -205,31 +241,20 @@ class Loop:
             self.queue.put(newest)
         return packed, newest
 
-    def wait_for_rollout(self, packed: dict, newest: Rollout) -> dict:
-        """Times of weight sync and sampling, in the order in which they were dispatched."""
-        start = time.perf_counter()
-        jax.block_until_ready(packed)
-        synced = time.perf_counter()
+    def wait_for_rollout(self, newest: Rollout, since: float) -> dict:
+        """What sampling took since the device turned to it (seconds on `time.perf_counter`)."""
         tokens = float(jnp.sum(newest.mask_BT))
-        seconds = time.perf_counter() - synced
-        return {
-            "time/sync_s": synced - start,
-            "time/rollout_s": seconds,
-            "rollout/tokens_per_s": tokens / seconds,
-        }
+        seconds = time.perf_counter() - since
+        return {"time/rollout_s": seconds, "rollout/tokens_per_s": tokens / seconds}
 
     def next_batch(self, step: int) -> tuple[TrainBatch, dict]:
         """The oldest rollout with its advantages, and its row of metrics."""
         rollout = self.queue.take(step)
-        _, _, examples = batches.prompt_batch(
-            self.task, self.settings.tokenizer, step, self.settings.rollout.prompts,
-            self.settings.rollout.prompt_length, self.settings.seed,
-        )  # fmt: skip
+        _, _, examples = self.prompts(step)
         texts = completions(rollout, self.settings.tokenizer)
         groups = self.settings.rollout.completions
-        reward_B = np.array(
-            [self.task.reward(text, examples[i // groups]) for i, text in enumerate(texts)], np.float32
-        )
+        rewards = [self.task.reward(text, examples[i // groups]) for i, text in enumerate(texts)]
+        reward_B = np.array(rewards, np.float32)
         if step % self.settings.samples_every == 0:
             rows = [
                 {"prompt": examples[i // groups].prompt, "answer": examples[i // groups].answer,
@@ -262,20 +287,31 @@ class Loop:
             metrics = this if metrics is None else metrics | {"train/last_update": this}
         return dataclasses.replace(state, step=state.step + 1), metrics
 
-    def finish(self, pending: Pending | None, bar: tqdm.tqdm) -> None:
-        """Reads the numbers of a dispatched step, if there is one, and writes its row."""
+    def read(self, pending: Pending | None) -> dict | None:
+        """The row of a dispatched step, if there is one; waits for the device.
+
+        Raises FloatingPointError for a loss or gradient that is not finite.
+        """
         if pending is None:
-            return
+            return None
         step, row, metrics, dispatched = pending
         last = metrics.pop("train/last_update", {})
         metrics = {name: float(value) for name, value in metrics.items()}
         for name in ("policy/importance_ratio", "policy/clipped_share"):
             if name in last:
                 metrics[f"{name}_last_update"] = float(last[name])
-        row = dict.fromkeys(METRICS) | row | metrics
+        row = {"step": step} | dict.fromkeys(METRICS) | row | metrics
         row["time/train_s"] = time.perf_counter() - dispatched
-        require_finite("loss", step, row["train/loss"])
-        self.directory.append_metrics(step, row)
+        for name in ("train/loss", "train/grad_norm"):
+            require_finite(name, step, row[name])
+            require_finite(f"{name} of the last update", step, float(last.get(name, 0)))
+        return row
+
+    def write(self, row: dict | None, bar: tqdm.tqdm) -> None:
+        """Writes the row of a step, if there is one, and shows it."""
+        if row is None:
+            return
+        self.directory.append_metrics(row["step"], row)
         bar.set_postfix(
             reward=f"{row['reward/mean']:.2f}",
             gap=f"{row['mismatch/logp_abs_mean']:.1e}",
@@ -293,7 +329,11 @@ class Loop:
         }
 
     def save(self, step: int, state: TrainState) -> None:
-        """A checkpoint from which the run continues as if it had not stopped."""
+        """A checkpoint from which the run continues as if it had not stopped.
+
+        Raises FloatingPointError, and leaves the last one alone, for parameters beyond all use.
+        """
+        require_finite("parameter norm", step, float(global_norm(state.params)))
         self.checkpoints.save(step, state, self.key, self.queue.to_list())
 
     def close(self, first_step: int, state: TrainState, seconds: float) -> dict:

@@ -39,6 +39,14 @@ def section(kind: type, config: Mapping, key: str):  # noqa: ANN201  (an instanc
     return kind(**given)
 
 
+def require_above(limit: float, section: object, prefix: str, *names: str) -> None:
+    """Raises ValueError naming the first of these fields that is not finite and above limit."""
+    for name in names:
+        value = getattr(section, name)
+        above = value > limit and math.isfinite(value)
+        require(above, prefix + name, value, f"must be finite and above {limit}")
+
+
 def require(condition: bool, key: str, value: object, rule: str) -> None:
     """Raises ValueError naming the key, its value and the rule it breaks."""
     if not condition:
@@ -66,10 +74,9 @@ class RolloutSettings:
     unpack_once: bool
 
     def __post_init__(self):
-        for name in ("prompts", "prompt_length", "max_new_tokens"):
-            require(getattr(self, name) > 0, f"rollout.{name}", getattr(self, name), "must be > 0")
-        require(self.completions > 1, "rollout.completions", self.completions, "a group needs > 1")
-        require(self.temperature > 0, "rollout.temperature", self.temperature, "must be > 0 in RL")
+        require_above(0, self, "rollout.", "prompts", "prompt_length", "max_new_tokens")
+        require_above(1, self, "rollout.", "completions")
+        require_above(0, self, "rollout.", "temperature")
 
     @property
     def batch(self) -> int:
@@ -97,8 +104,8 @@ class RLSettings:
         require(self.clip_high > 0, "rl.clip_high", self.clip_high, "must be > 0")
         rule = f"must exceed 1 + rl.clip_high = {1 + self.clip_high}"
         require(self.ratio_cap > 1 + self.clip_high, "rl.ratio_cap", self.ratio_cap, rule)
-        require(self.updates_per_rollout > 0, "rl.updates_per_rollout", self.updates_per_rollout,
-                "must be > 0")  # fmt: skip
+        require_above(0, self, "rl.", "learning_rate", "max_grad_norm", "updates_per_rollout")
+        require_above(-1, self, "rl.", "guided_updates")
         rule = f"must lie between 0 and rl.max_staleness={self.max_staleness}"
         require(0 <= self.staleness <= self.max_staleness, "rl.staleness", self.staleness, rule)
 
@@ -110,6 +117,9 @@ class WarmUpSettings:
     batch: int
     learning_rate: float
 
+    def __post_init__(self):
+        require_above(0, self, "warmup.", "batch", "learning_rate")
+
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationSettings:
@@ -117,6 +127,9 @@ class EvaluationSettings:
 
     every: int
     prompts: int
+
+    def __post_init__(self):
+        require_above(0, self, "evaluation.", "every", "prompts")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +140,10 @@ class GuidanceSettings:
     layers: str
     sites: tuple[str, ...]
     audit_sequences: int
+
+    def __post_init__(self):
+        require_above(-1, self, "guidance.", "audit_sequences")
+        require(len(self.sites) > 0, "guidance.sites", self.sites, "name one site pattern or more")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,6 +170,11 @@ class Settings:
     engine_noise: float
     debug_nans: bool
     tokenizer: ByteTokenizer = dataclasses.field(default_factory=ByteTokenizer)
+
+    def __post_init__(self):
+        require_above(-1, self, "", "seed", "steps", "warmup_steps")
+        require_above(0, self, "", "checkpoint_every", "samples_every")
+        require(0 <= self.engine_noise < 1, "engine_noise", self.engine_noise, "lies in [0, 1)")
 
     @property
     def rollout_policy(self) -> Policy:
@@ -206,11 +228,24 @@ class Settings:
         return WarmUp(self.cfg, self.dtype, train_state.optimizer(schedule, 1.0))
 
 
+KEYS = (
+    "method", "seed", "steps", "warmup_steps", "model", "dtype", "task", "quantize", "guidance",
+    "rollout", "rl", "warmup", "evaluation", "checkpoint_every", "samples_every", "mesh",
+    "engine_noise", "debug_nans",
+)  # fmt: skip
+
+
 def resolve(config: Mapping) -> Settings:
     """The Settings of a config (ConfigDict or dict).
 
     Raises ValueError, naming key, value and fix, for whatever does not fit together.
     """
+    given = set(config.keys())
+    if given != set(KEYS):
+        raise ValueError(
+            f"config: missing {sorted(set(KEYS) - given)}, unknown {sorted(given - set(KEYS))}; "
+            f"its fields are {list(KEYS)}"
+        )
     method = methods.get(config["method"])
     model = config["model"]
     cfg = models.get(model) if isinstance(model, str) else section(ModelConfig, config, "model")
@@ -219,8 +254,7 @@ def resolve(config: Mapping) -> Settings:
     quantized = policies.resolve(config["quantize"])
     guidance = section(GuidanceSettings, config, "guidance")
     rollout = section(RolloutSettings, config, "rollout")
-    if method.rollout_fp4 or method.training_fp4:
-        check_blocks(cfg, quantized)
+    check_blocks(cfg, quantized)  # under every method: all are evaluated in FP4
     return Settings(
         seed=config["seed"],
         steps=config["steps"],
@@ -278,7 +312,7 @@ def _recording(method, guidance, cfg, quantized) -> Recording | None:
 
 
 def _audit(method, guidance, cfg, quantized, batch) -> Recording | None:
-    """Full codes of all layers for a few sequences. experts/mid rows exist per route, so not they."""
+    """Full codes of all layers for a few sequences; not of experts/mid, whose rows are routes'."""
     sites = tuple(site for site in quantized.sites if site != "experts/mid")
     if not (method.rollout_fp4 and guidance.audit_sequences and sites):
         return None

@@ -38,7 +38,7 @@ class TrainBatch:
 
 @dataclasses.dataclass(frozen=True)
 class Trainer:
-    """Everything static about training: one compiled program for each value of this and each shape."""
+    """Everything static about training: one compiled program for each value of it and shape."""
 
     cfg: ModelConfig
     policy: Policy  # what the training forward quantizes
@@ -119,7 +119,7 @@ class Trainer:
         metrics["mismatch/code_rate"] = total.code_rate
         metrics["mismatch/scale_rate"] = total.scale_rate
         metrics["mismatch/d_act"] = total.d_act
-        if rollout.guidance is not None:
+        if rollout.guidance is not None and rollout.guidance.guides.keys() & sites.keys():
             metrics["guidance/out_of_bracket_rate"] = out_of_bracket_rate(sites, rollout.guidance)
         return metrics
 
@@ -136,10 +136,10 @@ def valid_inputs(rollout: Rollout) -> jax.Array:
 def out_of_bracket_rate(sites: dict[str, mismatch.Mismatch], guidance: Guidance) -> jax.Array:
     """Share of guided values whose recorded code was not a neighbour of the trainer's own value.
 
-    Guidance gives back the rollout's code exactly where it lies in the trainer's bracket, so these are
-    the codes that still differ at guided sites and layers.
+    Guidance gives back the rollout's code exactly where it lies in the trainer's bracket, so these
+    are the codes that still differ at guided sites and layers, among the sites compared.
     """
-    guided = mismatch.add([sites[site] for site in guidance.guides])
+    guided = mismatch.add([sites[site] for site in guidance.guides if site in sites])
     layers = slice(guidance.first_layer, guidance.last_layer)
     return jnp.sum(guided.codes[layers]) / jnp.sum(guided.values[layers])
 
