@@ -1,8 +1,8 @@
-"""What one program costs over another, measured in pairs on a machine that others use too.
+"""What one program costs over another, in pairs of runs, and what a record holds, in bytes.
 
-The two sides of a pair run one after the other, in turned order every other time, so that what slows
-the machine for seconds slows both. Wall time counts the others' work as well; processor time of this
-process does not, and its ratios scatter less.
+The two sides of a pair run one after the other, in turned order every other time, so that what
+slows the machine for seconds slows both. Wall time counts the work of others on the machine too;
+processor time of this process does not, and its ratios scatter less.
 """
 
 import time
@@ -15,13 +15,17 @@ import numpy as np
 from trace_jax.formats.block_scaled import BLOCK
 from trace_jax.guidance import quantizer
 from trace_jax.guidance.quantizer import Guide
+from trace_jax.guidance.record import Guidance
+from trace_jax.models.config import ModelConfig
 
-CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
-SHORTEST = 0.25  # seconds of processor time that one measurement takes at least
+CLOCKS = {"cpu": time.process_time, "wall": time.perf_counter}
+SHORTEST = 0.25  # seconds of processor time that a run is made to last, by calling again
+
+Program = Callable[[], object]  # returns the arrays that it is waited for
 
 
 class Paired(NamedTuple):
-    """Seconds a call of two programs, [pairs]; keys "wall" and "cpu"."""
+    """Seconds a call of two programs, by clock: arrays [pairs]."""
 
     base: dict[str, np.ndarray]
     other: dict[str, np.ndarray]
@@ -29,88 +33,91 @@ class Paired(NamedTuple):
     def ratio(self, clock: str) -> dict[str, float]:
         """Median, least and largest of other / base over the pairs."""
         ratios = self.other[clock] / self.base[clock]
+        statistics = {"median": np.median, "min": np.min, "max": np.max}
+        return {name: float(statistic(ratios)) for name, statistic in statistics.items()}
+
+    def summary(self) -> dict[str, dict]:
+        """By clock: the ratio, and the seconds of every run; fit for JSON."""
         return {
-            name: float(of(ratios)) for name, of in dict(median=np.median, min=min, max=max).items()
+            clock: {
+                "ratio": self.ratio(clock),
+                "base_s": self.base[clock].tolist(),
+                "other_s": self.other[clock].tolist(),
+            }
+            for clock in CLOCKS
         }
 
 
-def measure(
-    base: Callable[[], object], others: Mapping[str, Callable[[], object]], pairs: int
-) -> dict[str, Paired]:
-    """Each program timed against `base`, `pairs` times. A program returns the arrays it waits for."""
-    _seconds(base, 1), _seconds(base, 1)  # compiles, then warms
-    calls = max(1, round(SHORTEST / _seconds(base, 1)["cpu"]))
-    for other in others.values():
-        _seconds(other, 2)
-    times = {name: ([], []) for name in others}
+def measure(base: Program, others: Mapping[str, Program], pairs: int) -> dict[str, Paired]:
+    """Each program timed against `base` in `pairs` pairs of runs, all compiled before them."""
+    for program in (base, *others.values()):
+        _run(program, calls=2)
+    calls = max(1, round(SHORTEST / _run(base, calls=1)["cpu"]))
+    runs = {name: ([], []) for name in others}
     for pair in range(pairs):
         for name, other in others.items():
-            order = (0, 1) if pair % 2 == 0 else (1, 0)
-            for side in order:
-                times[name][side].append(_seconds((base, other)[side], calls))
-    stack = lambda rows: {clock: np.array([row[clock] for row in rows]) for clock in CLOCKS}
-    return {name: Paired(stack(ours), stack(theirs)) for name, (ours, theirs) in times.items()}
+            for side in ((0, 1), (1, 0))[pair % 2]:
+                runs[name][side].append(_run((base, other)[side], calls))
+    by_clock = lambda rows: {clock: np.array([row[clock] for row in rows]) for clock in CLOCKS}
+    return {name: Paired(*map(by_clock, sides)) for name, sides in runs.items()}
 
 
-def _seconds(program: Callable[[], object], calls: int) -> dict[str, float]:
-    """Seconds a call by each clock."""
+def _run(program: Program, calls: int) -> dict[str, float]:
+    """Seconds a call, by clock."""
     start = {name: clock() for name, clock in CLOCKS.items()}
     for _ in range(calls):
         jax.block_until_ready(program())
     return {name: (clock() - start[name]) / calls for name, clock in CLOCKS.items()}
 
 
-def guide_bytes(guide: Guide) -> int:
-    """Bytes of one token in one layer, as the arrays [layers, B, T, ...] of a record hold it."""
-    return sum(
-        leaf.dtype.itemsize * int(np.prod(leaf.shape[3:], dtype=int))
-        for leaf in jax.tree.leaves(guide)
-    )
+def site_bytes(guidance: Guidance, cfg: ModelConfig) -> dict[str, dict[str, float]]:
+    """By site: bytes of one token in one layer, as the arrays hold them and by the formula."""
+    D, C, H, K = cfg.hidden_size, cfg.head_dim, cfg.num_heads, cfg.num_kv_heads
+    rows_and_width = {
+        "attention/in": (1, D),
+        "attention/k": (K, C),
+        "attention/v": (K, C),
+        "attention/out": (1, H * C),
+        "experts/in": (1, D),
+        "experts/mid": (cfg.num_experts_per_token, cfg.moe_intermediate_size),
+    }
+    return {
+        site: {"held": _held(guide), "formula": _formula(*rows_and_width[site], guide)}
+        for site, guide in guidance.guides.items()
+    }
 
 
-def formula_bytes(width: int, rows: int, fmt: str, encoding: str) -> float:
-    """Bytes of one token in one layer: rows * (width * (b + 8 / block) / 8 + 4).
-
-    b bits a value and 8 a block scale; NVFP4 has 4 bytes more for the outer scale of each row (one a
-    head for K and V, one a chosen expert for their hidden rows). Source: method.md 1.11.
-    """
-    bits = quantizer.BITS[encoding] + 8 / BLOCK[fmt]
-    return rows * (width * bits / 8 + (4 if fmt == "nvfp4" else 0))
+def _held(guide: Guide) -> int:
+    per_token = lambda a: a.dtype.itemsize * int(np.prod(a.shape[3:]))  # of [layers, B, T, ...]
+    return sum(map(per_token, jax.tree.leaves(guide)))
 
 
-def table(measured: Mapping[str, Paired], targets: Mapping[str, float]) -> str:
-    """Markdown: times of base and other, and the ratio of each pair, as median (least..largest)."""
+def _formula(rows: int, width: int, guide: Guide) -> float:
+    """rows * (width * (b + 8 / block) / 8 + 4 for NVFP4's outer scale). Source: method.md 1.11."""
+    bits = quantizer.BITS[guide.encoding] + 8 / BLOCK[guide.fmt]
+    return rows * (width * bits / 8 + (4 if guide.fmt == "nvfp4" else 0))
+
+
+def time_table(measured: Mapping[str, Paired], targets: Mapping[str, float]) -> str:
+    """Markdown: median processor time of base and other, and the ratio by each clock."""
     lines = [
-        "| | base CPU ms | CPU ms | CPU ratio | wall ratio | target |",
+        "| measured | base, CPU ms | CPU ms | CPU ratio | wall ratio | target |",
         "|---|---|---|---|---|---|",
     ]
     for name, paired in measured.items():
-        base, other = (1e3 * np.median(side["cpu"]) for side in paired)
+        milliseconds = (f"{1e3 * np.median(side['cpu']):.1f}" for side in paired)
         ratios = (
-            "{median:.3f} ({min:.3f}..{max:.3f})".format(**paired.ratio(clock))
-            for clock in ("cpu", "wall")
+            "{median:.3f} ({min:.3f}..{max:.3f})".format(**paired.ratio(clock)) for clock in CLOCKS
         )
-        target = f"{targets[name]:.2f}" if name in targets else ""
-        lines.append(f"| {name} | {base:.1f} | {other:.1f} | {' | '.join(ratios)} | {target} |")
+        cells = (name, *milliseconds, *ratios, targets.get(name, ""))
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines)
 
 
-def bytes_table(record_bytes: Mapping[str, Mapping[str, tuple[int, float]]]) -> str:
-    """Markdown: bytes of a token and layer by encoding and site, as held and by the formula."""
-    lines = ["| record | site | bytes held | by the formula |", "|---|---|---|---|"]
-    for encoding, sites in record_bytes.items():
-        for site, (held, formula) in sites.items():
-            lines.append(f"| {encoding} | {site} | {held} | {formula:g} |")
+def bytes_table(by_record: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
+    """Markdown: `site_bytes` of several records by name."""
+    lines = ["| record | site | bytes a token and layer | by the formula |", "|---|---|---|---|"]
+    for name, sites in by_record.items():
+        for site, of in sites.items():
+            lines.append(f"| {name} | {site} | {of['held']:g} | {of['formula']:g} |")
     return "\n".join(lines)
-
-
-def summary(paired: Paired) -> dict[str, object]:
-    """What JSON holds of a Paired: ratios, and the seconds of every run."""
-    return {
-        clock: {
-            "ratio": paired.ratio(clock),
-            "base_s": paired.base[clock].tolist(),
-            "other_s": paired.other[clock].tolist(),
-        }
-        for clock in CLOCKS
-    }
