@@ -47,19 +47,23 @@ class RunDirectory:
         self._last_step = None
 
     def write_config(
-        self, config: Mapping[str, Any], may_differ: tuple[str, ...] = ("steps",)
+        self,
+        config: Mapping[str, Any],
+        may_differ: tuple[str, ...] = ("steps",),
+        resumes: bool = True,
     ) -> None:
         """Writes config.json; on resume first checks `config` against the one that is there.
 
         Args:
           config: the resolved configuration, nested mappings of plain values.
           may_differ: dotted keys, each with all below it, that a resumed run may change.
+          resumes: whether there is something to resume; else a config that is there is replaced.
 
         Raises:
           ValueError: another key differs; names every such key with both values.
         """
         path = self.path / "config.json"
-        if path.exists():
+        if resumes and path.exists():
             changed = _differences(json.loads(path.read_text()), _plain(config), may_differ)
             if changed:
                 raise ValueError(

@@ -6,6 +6,7 @@ so that the device does not wait for the host.
 """
 
 import dataclasses
+import functools
 import logging
 import math
 import time
@@ -23,7 +24,7 @@ from trace_jax.analysis import coverage, plots
 from trace_jax.analysis.run_directory import RunDirectory, read_metrics
 from trace_jax.guidance import record
 from trace_jax.guidance.policy import NOTHING
-from trace_jax.models import packing
+from trace_jax.models import decoder, packing
 from trace_jax.parallel import mesh as meshes
 from trace_jax.rl import advantages, batches, tasks
 from trace_jax.rl.evaluation import accuracy, completions, on_mesh
@@ -72,12 +73,17 @@ def run(config: Mapping, workdir: str | Path, progress: bool = True) -> dict:
     settings = resolve(config)
     task = tasks.load(settings.task, settings.seed)
     check_data(settings, task)
-    jax.config.update("jax_debug_nans", settings.debug_nans)
-    with RunDirectory(workdir) as directory, jax.set_mesh(meshes.make_mesh(settings.mesh)):
-        directory.write_config(config.to_dict() if hasattr(config, "to_dict") else dict(config))
-        LOG.info("FP4 coverage\n%s", coverage_table(settings))
+    mesh = meshes.make_mesh(settings.mesh)
+    nans = jax.debug_nans(settings.debug_nans)
+    with RunDirectory(workdir) as directory, jax.set_mesh(mesh), nans:
         loop = Loop(settings, task, directory, progress)
         try:
+            directory.write_config(
+                config.to_dict() if hasattr(config, "to_dict") else dict(config),
+                may_differ=("steps", "debug_nans"),
+                resumes=loop.checkpoints.latest() is not None,
+            )
+            LOG.info("FP4 coverage\n%s", coverage_table(settings))
             return loop.run()
         finally:
             loop.checkpoints.close()
@@ -85,7 +91,7 @@ def run(config: Mapping, workdir: str | Path, progress: bool = True) -> dict:
 
 def check_data(settings: Settings, task: tasks.Task) -> None:
     """Raises ValueError for prompts, answers, batches or an evaluation that would not fit later."""
-    check_batches(settings)
+    check_mesh(settings)
     length = settings.rollout.prompt_length + settings.rollout.max_new_tokens
     batches.check_prompts(task, settings.tokenizer, settings.rollout.prompt_length)
     batches.check_answers(task, settings.tokenizer, settings.rollout.max_new_tokens)
@@ -101,8 +107,8 @@ def check_data(settings: Settings, task: tasks.Task) -> None:
         )
 
 
-def check_batches(settings: Settings) -> None:
-    """Raises ValueError for a mesh that does not fit the devices or does not divide a batch."""
+def check_mesh(settings: Settings) -> None:
+    """Raises ValueError for a mesh that does not fit the devices, the model or a batch."""
     mesh = meshes.make_mesh(settings.mesh)
     shares = math.prod(mesh.shape[axis] for axis in meshes.BATCH)
     sizes = {
@@ -110,6 +116,8 @@ def check_batches(settings: Settings) -> None:
         "warmup.batch": settings.warmup.batch,
         "evaluation.prompts": settings.evaluation.prompts,
     }
+    params = jax.eval_shape(functools.partial(decoder.init, settings.cfg), jax.random.key(0))
+    train_state.parameter_shardings(settings.cfg, params, mesh)
     for key, size in sizes.items():
         rule = f"must be a multiple of mesh.data * mesh.fsdp = {shares}"
         require(size % shares == 0, key, size, rule)

@@ -3,9 +3,10 @@
 Below this module nobody sees a ConfigDict.
 """
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import jax.numpy as jnp
 
@@ -53,12 +54,21 @@ def require(condition: bool, key: str, value: object, rule: str) -> None:
         raise ValueError(f"config.{key}={value!r}: {rule}")
 
 
+@contextlib.contextmanager
+def naming(key: str) -> Iterator[None]:
+    """Puts the key of the config in front of a ValueError raised inside."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"config.{key}: {error}") from error
+
+
 def require_finite(what: str, step: int, value: float) -> None:
     """Raises FloatingPointError naming the step where a value is not finite."""
     if not math.isfinite(value):
         raise FloatingPointError(
-            f"{what} is {value} at step {step}; the last checkpoint is intact. "
-            "Lower the learning rate, or find the source with --config.debug_nans=True"
+            f"{what} is {value} at step {step}; the last checkpoint is intact. Lower the learning "
+            "rate, in another --workdir, or find the source with --config.debug_nans=True"
         )
 
 
@@ -251,7 +261,8 @@ def resolve(config: Mapping) -> Settings:
     cfg = models.get(model) if isinstance(model, str) else section(ModelConfig, config, "model")
     dtype = config["dtype"]
     require(dtype in ("bfloat16", "float32"), "dtype", dtype, "choose 'bfloat16' or 'float32'")
-    quantized = policies.resolve(config["quantize"])
+    with naming("quantize"):
+        quantized = policies.resolve(config["quantize"])
     guidance = section(GuidanceSettings, config, "guidance")
     rollout = section(RolloutSettings, config, "rollout")
     check_blocks(cfg, quantized)  # under every method: all are evaluated in FP4
@@ -299,13 +310,14 @@ def check_blocks(cfg: ModelConfig, quantized: Policy) -> None:
 def _recording(method, guidance, cfg, quantized) -> Recording | None:
     if method.encoding is None:
         return None
-    recording = record.recording(
-        guidance.encoding or method.encoding,
-        tuple(guidance.sites),
-        guidance.layers or method.layers,
-        cfg.num_layers,
-        quantized,
-    )
+    with naming("guidance"):
+        recording = record.recording(
+            guidance.encoding or method.encoding,
+            tuple(guidance.sites),
+            guidance.layers or method.layers,
+            cfg.num_layers,
+            quantized,
+        )
     require(method.replay_routes or "experts/mid" not in recording.sites, "guidance.sites",
             guidance.sites, "guiding experts/mid needs a method that replays routes")  # fmt: skip
     return recording

@@ -73,7 +73,8 @@ class Checkpoints:
     def _check_shapes(self, step: int, like: dict) -> None:
         found = self._manager.item_metadata(step)["saved"]
         found, wanted = (_shapes(getattr(tree, "tree", tree)) for tree in (found, like))
-        for name in sorted(found.keys() | wanted.keys()):
+        names = found.keys() | wanted.keys()
+        for name in sorted(names, key=lambda name: ("opt_state" in name, name)):
             if found.get(name) != wanted.get(name):
                 raise ValueError(
                     f"checkpoint step {step}: {name} is {found.get(name, 'missing')} there, but "
