@@ -181,7 +181,7 @@ def figure(rows: list[dict]) -> Figure:
                 left.plot(range(1, len(rates) + 1), rates, **style)
         gaps = [row["logp_abs_mean"] for row in mine]
         right.plot([100 * row["noise"] for row in mine], gaps, **style)
-    left.set(yscale="log", xlabel="layer", ylabel="code mismatch rate (0 drawn at 1e-7)",
+    left.set(yscale="log", xlabel="layer", ylabel="rate (0 drawn at 1e-7)",
              title="Code mismatch, 1% emulated noise")  # fmt: skip
     right.set(yscale="log", xlabel="emulated engine noise (%)", ylabel="mean |log-prob gap| (nats)",
               title="Gap between rollout and trainer")  # fmt: skip

@@ -19,7 +19,7 @@ from trace_jax.guidance.record import Guidance
 from trace_jax.models.config import ModelConfig
 
 CLOCKS = {"cpu": time.process_time, "wall": time.perf_counter}
-SHORTEST = 0.25  # seconds of processor time that a run is made to last, by calling again
+SHORTEST = 0.4  # seconds of processor time that a run is made to last, by calling again
 
 Program = Callable[[], object]  # returns the arrays that it is waited for
 

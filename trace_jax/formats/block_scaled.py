@@ -75,6 +75,20 @@ def to_float32(x: jax.Array) -> jax.Array:
     return jax.lax.reduce_precision(x.astype(jnp.float32), info.nexp, info.nmant)
 
 
+def to_compute(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """x rounded to the compute dtype, for good.
+
+    A plain cast to bfloat16 that is widened again later (a dot on CPU, a float32 head) may be
+    skipped by XLA in one program and not in another: the trainer, which casts masters, would then
+    read other weights than the rollout, which holds them in bfloat16.
+    """
+    if x.dtype == dtype or dtype == jnp.float32:
+        return x.astype(dtype)
+    info = jnp.finfo(dtype)
+    rounded = jax.lax.reduce_precision(x.astype(jnp.float32), info.nexp, info.nmant)
+    return rounded.astype(dtype)
+
+
 def split_blocks(x: jax.Array, block: int) -> jax.Array:
     """x [..., n] as [..., n/block, block]. Raises ValueError when the block does not divide n."""
     if x.shape[-1] % block:

@@ -12,7 +12,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from trace_jax.formats.block_scaled import BlockScaled, Operand
+from trace_jax.formats.block_scaled import BlockScaled, Operand, to_compute
 from trace_jax.kernels.matmul import matmul
 from trace_jax.models import cache as kv_cache
 from trace_jax.models.cache import KVCache
@@ -69,7 +69,7 @@ def attend(
     probability = jax.nn.softmax(scores, axis=-1)
     if v_BKSC.outer is not None:
         probability = probability * v_BKSC.outer[:, :, None, None, :]
-    probability = probability.astype(v_BKSC.values.dtype)
+    probability = to_compute(probability, v_BKSC.values.dtype)
     # BTKQC in one einsum has no BF16 kernel on CPU; the transpose costs nothing elsewhere.
     y_BKQTC = jnp.einsum(
         "BKQTS,BKSC->BKQTC", probability, v_BKSC.values, preferred_element_type=jnp.float32
@@ -116,7 +116,7 @@ class Attention(nn.Module):
             new_v = q_v if context.policy.fmt("attention/v") else v.values
             cache = kv_cache.write(cache, layer, positions_BT, new_k, new_v)
             k_BKSC, v_BKSC = kv_cache.read(cache, layer, context.dtype)
-        y_BTHC = attend(q_BTHC.astype(context.dtype), k_BKSC, v_BKSC, positions_BT)
+        y_BTHC = attend(to_compute(q_BTHC, context.dtype), k_BKSC, v_BKSC, positions_BT)
 
         y, q_out = context.quantize("attention/out", y_BTHC.reshape(B, T, H * C))
         w_DF = weight(self, "o", (D, H * C), ("embed", "heads"), context, cfg.initializer_range)

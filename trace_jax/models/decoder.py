@@ -14,6 +14,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from trace_jax.formats.block_scaled import to_compute
 from trace_jax.guidance.policy import NOTHING, Policy
 from trace_jax.guidance.quantizer import Guide
 from trace_jax.guidance.record import Guidance, Recording
@@ -23,6 +24,7 @@ from trace_jax.models.config import ModelConfig
 from trace_jax.models.experts import Experts
 from trace_jax.models.layer_context import EngineNoise, LayerContext
 from trace_jax.models.parameters import parameter
+from trace_jax.parallel.mesh import batch_shares
 
 
 @jax.tree_util.register_dataclass
@@ -85,7 +87,7 @@ class Decoder(nn.Module):
     ) -> Output:
         cfg, normal = self.cfg, nn.initializers.normal(self.cfg.initializer_range)
         table = parameter(self, "embed", (cfg.vocab_size, cfg.hidden_size), ("vocab", "embed"), normal)
-        x_BTD = table.astype(self.dtype)[tokens_BT].astype(jnp.float32)
+        x_BTD = to_compute(table, self.dtype)[tokens_BT].astype(jnp.float32)
         layers = nn.scan(
             DecoderLayer,
             variable_axes={"params": 0},
@@ -101,7 +103,8 @@ class Decoder(nn.Module):
             x_BTD = jnp.take_along_axis(x_BTD, at_B[:, None, None], axis=1)[:, 0]
         x_BTD = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps, name="final_norm")(x_BTD)
         head = parameter(self, "head", (cfg.vocab_size, cfg.hidden_size), ("vocab", "embed"), normal)
-        logits = jnp.einsum("...D,VD->...V", x_BTD, head.astype(self.dtype).astype(jnp.float32))
+        head = to_compute(head, self.dtype).astype(jnp.float32)
+        logits = jnp.einsum("...D,VD->...V", x_BTD, head)
         recorded = tuple(map(keep_layers, self.records, recorded))
         return Output(logits, cache, recorded, routes)
 
@@ -125,7 +128,7 @@ def logical_axes(cfg: ModelConfig) -> dict:
 
 
 def _init(cfg, key):
-    tokens = jnp.zeros((1, 1), jnp.int32)
+    tokens = jnp.zeros((batch_shares(), 1), jnp.int32)
     return Decoder(cfg).init(key, tokens, tokens, None, None, None, None, None)["params"]
 
 

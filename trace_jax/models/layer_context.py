@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from trace_jax.formats.block_scaled import BlockScaled, Operand
+from trace_jax.formats.block_scaled import BlockScaled, Operand, to_compute
 from trace_jax.guidance import quantizer
 from trace_jax.guidance.policy import SITES, Policy
 from trace_jax.guidance.quantizer import Guide
@@ -53,7 +53,7 @@ class LayerContext:
         if fmt is None:
             seen = dict(self.policy.observed).get(site)
             q = None if seen is None else quantizer.round_value(fixed, seen, "row", None)
-            return Operand(x.astype(self.dtype), None), q
+            return Operand(to_compute(x, self.dtype), None), q
         nearest = lambda: quantizer.round_value(fixed, fmt, "row", None)
         guided = lambda: quantizer.round_value(fixed, fmt, "row", guide)
         if guide is None or self.guided is False:

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from trace_jax.formats import block_scaled
-from trace_jax.formats.block_scaled import BlockScaled
+from trace_jax.formats.block_scaled import BlockScaled, to_compute
 from trace_jax.formats.quantize import quantize_matrices
 from trace_jax.guidance.policy import Policy
 
@@ -23,7 +23,7 @@ def pack(params: dict, policy: Policy, dtype: jnp.dtype) -> dict:
         fmt = policy.weight_fmt(name)
         if fmt is not None:
             return quantize_matrices(leaf, fmt)
-        return leaf if name in FLOAT32 else leaf.astype(dtype)
+        return leaf if name in FLOAT32 else to_compute(leaf, dtype)
 
     return jax.tree_util.tree_map_with_path(one, params)
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from trace_jax.formats import block_scaled
 from trace_jax.formats import quantize as formats
-from trace_jax.formats.block_scaled import BlockScaled, Operand
+from trace_jax.formats.block_scaled import BlockScaled, Operand, to_compute
 from trace_jax.guidance import quantizer
 from trace_jax.models.layer_context import LayerContext
 
@@ -48,6 +48,6 @@ def weight(
     if isinstance(leaf, BlockScaled):
         return block_scaled.operand(leaf, dtype)
     if fmt is None:
-        return Operand(leaf.astype(dtype), None)
+        return Operand(to_compute(leaf, dtype), None)
     q = formats.quantize_matrices(jax.lax.stop_gradient(leaf), fmt)
     return quantizer.quantize_operand(leaf, q, dtype)
