@@ -83,14 +83,19 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, P())
 
 
+def batch_shares() -> int:
+    """Into how many shares the mesh in context (`jax.set_mesh`) splits a batch; 1 without one."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return 1 if mesh.empty else math.prod(mesh.shape[axis] for axis in BATCH)
+
+
 def over_batch(function: Callable, *arguments: Any, whole: tuple = ()) -> Any:
     """function(*arguments, *whole), run by each device on its own share of the batch.
 
     Arguments and results are pytrees of arrays whose leading axis is the batch; `whole` is
-    replicated. Without a mesh in context (`jax.set_mesh`) this is a plain call.
+    replicated. Without a mesh in context this is a plain call.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or math.prod(mesh.shape[axis] for axis in BATCH) == 1:
+    if batch_shares() == 1:
         return function(*arguments, *whole)
     share = jax.shard_map(
         function,

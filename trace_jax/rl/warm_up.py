@@ -1,5 +1,6 @@
 """The start of a run: parameters from the seed, and supervised training on the task's answers."""
 
+import functools
 from pathlib import Path
 
 import jax
@@ -16,9 +17,11 @@ from trace_jax.training.checkpoint import Checkpoints
 
 def initial_params(settings: Settings) -> dict:
     """Masters drawn from the seed, laid out on the mesh in context."""
-    params = decoder.init(settings.cfg, jax.random.fold_in(jax.random.key(settings.seed), 0))
-    mesh = jax.sharding.get_mesh()
-    return jax.device_put(params, train_state.parameter_shardings(settings.cfg, params, mesh))
+    key = jax.random.fold_in(jax.random.key(settings.seed), 0)
+    init = functools.partial(decoder.init, settings.cfg)
+    shapes, mesh = jax.eval_shape(init, key), jax.sharding.get_mesh()
+    shardings = train_state.parameter_shardings(settings.cfg, shapes, mesh)
+    return jax.jit(init, out_shardings=shardings)(key)
 
 
 def warm_up(settings: Settings, task: Task, params: dict, progress: bool) -> dict:
