@@ -2,9 +2,10 @@
 
     python -m experiments.rl --config=configs/gsm8k.py:PATH/train.jsonl --workdir=runs/gsm8k
 
-The rows come from https://github.com/openai/grade-school-math (MIT); none are kept here. Answers are
-judged by math-verify (pip install -r requirements-tasks.txt). With the byte tokenizer a prompt takes
-up to 991 tokens: a check of the pipeline on a laptop, a task for larger models on an accelerator.
+The rows come from https://github.com/openai/grade-school-math (MIT); none are kept here. Answers
+are judged by math-verify (pip install -r requirements-tasks.txt). With the byte tokenizer a prompt
+takes up to 991 tokens: a check of the pipeline on a laptop, a task for larger models on an
+accelerator.
 """
 
 from ml_collections import ConfigDict

@@ -86,7 +86,8 @@ def round_guided(x: jax.Array, guide: Guide) -> tuple[BlockScaled, jax.Array]:
     z = jnp.clip(z, -e2m1.MAX, e2m1.MAX)
     low, high = e2m1.bracket(z)
     recorded = e2m1.unpack_bits(guide.bits, BITS[guide.encoding])
-    # Apart, since fused into the rounding the unpacking keeps XLA on CPU from vectorizing all of it.
+    # Apart, since fused into the rounding the unpacking keeps XLA on CPU from vectorizing all of
+    # it.
     recorded = jax.lax.optimization_barrier(recorded)
     picked = jnp.where(low == high, low, PICK[guide.encoding](z, low, high, recorded))
     codes = e2m1.with_sign(picked, z)

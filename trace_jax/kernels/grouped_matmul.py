@@ -1,9 +1,9 @@
 """The grouped product of mixture-of-experts layers, for any number of experts, dropping no token.
 
-Rows are sorted by expert into blocks of equal height, each block belonging to one expert; the product
-is one small matmul a block. Work grows with the tokens routed, not with the number of experts, as a
-masked dense product would (`jax.lax.ragged_dot` is one on CPU and CUDA). Each expert wastes at most
-one block.
+Rows are sorted by expert into blocks of equal height, each block belonging to one expert; the
+product is one small matmul a block. Work grows with the tokens routed, not with the number of
+experts, as a masked dense product would (`jax.lax.ragged_dot` is one on CPU and CUDA). Each expert
+wastes at most one block.
 
 Letters: N tokens, A experts a token, E experts, b blocks, R rows a block, D in, F out.
 """

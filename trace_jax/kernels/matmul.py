@@ -1,7 +1,7 @@
 """The FP4 matrix product: operands exact in BF16, float32 accumulation, outer scales afterwards.
 
-On hardware without FP4 units this *is* the W4A4 product up to summation order (design.md section 4).
-Tensors that are not quantized come as Operands without an outer scale and take the same path.
+On hardware without FP4 units this *is* the W4A4 product up to summation order (design.md section
+4). Tensors that are not quantized come as Operands without an outer scale and take the same path.
 """
 
 import jax

@@ -1,8 +1,8 @@
 """Grouped-query attention over FP4 keys and values, with RMS-normed heads and rotary positions.
 
     q = rope(norm(x Wq)), k = rope(norm(x Wk)), v = x Wv;  y = softmax(q k / sqrt(C)) v Wo
-K and V are quantized after norm and rotation, along the head, as they enter the cache; attention reads
-the quantized values in prefill, decode and training alike. Source: qwen.md 2.1 to 2.3.
+K and V are quantized after norm and rotation, along the head, as they enter the cache; attention
+reads the quantized values in prefill, decode and training alike. Source: qwen.md 2.1 to 2.3.
 
 Letters: B sequences, T tokens, S positions attended, D model, H query heads, K key/value heads,
 Q query heads a key head (H / K), C head size.
@@ -35,6 +35,7 @@ class RMSNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
+        """x normed and scaled, float32."""
         scale = parameter(self, "scale", (self.size,), ("norm",), nn.initializers.ones)
         return rms_norm(x, scale, self.eps)
 
@@ -91,7 +92,7 @@ class Attention(nn.Module):
         cache: KVCache | None,
         layer: jax.Array,
     ) -> tuple[jax.Array, KVCache | None, dict[str, BlockScaled]]:
-        """Output float32 [B, T, D], the cache with this layer's K and V written, what was quantized."""
+        """Output float32 [B, T, D], the cache with this layer's K and V, what was quantized."""
         cfg = self.cfg
         D, C, H, K = cfg.hidden_size, cfg.head_dim, cfg.num_heads, cfg.num_kv_heads
         B, T = x_BTD.shape[:2]

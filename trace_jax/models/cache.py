@@ -1,8 +1,8 @@
 """The KV cache: keys and values of every layer, packed FP4 or in the compute dtype.
 
-Layout [L, B, K, S, C]: it is carried through the layer scan and only the new rows are written, so no
-step copies it (measured: other layouts, or the cache as scanned input, cost one to three copies).
-Narrow floats are held as integers of the same bits for the same reason (formats/bits.py).
+Layout [L, B, K, S, C]: it is carried through the layer scan and only the new rows are written, so
+no step copies it (measured: other layouts, or the cache as scanned input, cost one to three
+copies). Narrow floats are held as integers of the same bits for the same reason (formats/bits.py).
 """
 
 import dataclasses
@@ -81,6 +81,6 @@ def read(cache: KVCache, layer: jax.Array, dtype: jnp.dtype) -> tuple[Operand, O
 
 
 def heads_first(x_BTKC: Operand) -> Operand:
-    """The Operand [B, K, T, C] of one [B, T, K, C]: what a cache of just these tokens would read."""
+    """The Operand [B, K, T, C] of one [B, T, K, C]: what a cache of just these tokens reads."""
     swap = lambda a: None if a is None else a.swapaxes(1, 2)
     return Operand(swap(x_BTKC.values), swap(x_BTKC.outer))

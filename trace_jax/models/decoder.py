@@ -1,11 +1,11 @@
 """The decoder: one forward for prefill, decode and training.
 
-What differs between the three is data: whether a cache comes in, whether guidance comes in (training)
-or is recorded (rollout), whether a weight leaf is a master array or packed FP4.
+What differs between the three is data: whether a cache comes in, whether guidance comes in
+(training) or is recorded (rollout), whether a weight leaf is a master array or packed FP4.
 
 The residual stream, norms, router, softmax and logits are float32; matrix products take operands in
-the compute dtype. Layers are stacked and scanned, so compile time does not grow with depth; the cache
-is carried through the scan and written in place.
+the compute dtype. Layers are stacked and scanned, so compile time does not grow with depth; the
+cache is carried through the scan and written in place.
 """
 
 import dataclasses
@@ -48,6 +48,7 @@ class DecoderLayer(nn.Module):
 
     @nn.compact
     def __call__(self, carry, layer, replayed_BTA, positions_BT, guidance, noise):
+        """((x float32 [B, T, D], cache), (recorded Guides, the router's own choice))."""
         cfg = self.cfg
         x_BTD, cache = carry
         context = LayerContext(self.policy, self.dtype, {}, False)
@@ -85,8 +86,10 @@ class Decoder(nn.Module):
     def __call__(
         self, tokens_BT, positions_BT, cache, guidance, routes_LBTA, at_B, noise
     ) -> Output:
+        """The Output of tokens [B, T]; arguments as of `forward`."""
         cfg, normal = self.cfg, nn.initializers.normal(self.cfg.initializer_range)
-        table = parameter(self, "embed", (cfg.vocab_size, cfg.hidden_size), ("vocab", "embed"), normal)
+        shape, axes = (cfg.vocab_size, cfg.hidden_size), ("vocab", "embed")
+        table = parameter(self, "embed", shape, axes, normal)
         x_BTD = to_compute(table, self.dtype)[tokens_BT].astype(jnp.float32)
         layers = nn.scan(
             DecoderLayer,
@@ -102,7 +105,7 @@ class Decoder(nn.Module):
         if at_B is not None:
             x_BTD = jnp.take_along_axis(x_BTD, at_B[:, None, None], axis=1)[:, 0]
         x_BTD = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps, name="final_norm")(x_BTD)
-        head = parameter(self, "head", (cfg.vocab_size, cfg.hidden_size), ("vocab", "embed"), normal)
+        head = parameter(self, "head", shape, axes, normal)
         head = to_compute(head, self.dtype).astype(jnp.float32)
         logits = jnp.einsum("...D,VD->...V", x_BTD, head)
         recorded = tuple(map(keep_layers, self.records, recorded))
@@ -149,13 +152,13 @@ def forward(
 ) -> Output:
     """Logits of tokens int32 [B, T], and what else was asked for.
 
-    policy: sites to quantize (none by default); dtype: compute dtype (default: that of the embedding);
-    positions_BT: default 0..T-1; cache: attend over it after writing these tokens at their positions;
-    guidance, routes_LBTA: a rollout's record to follow; records: what to keep of this forward's own
-    rounding; at_B: return logits at this token index of each sequence only; noise: emulate another
-    engine's kernels.
-    Raises ValueError where a record names a site that the policy does not quantize, and for guidance
-    of the experts' hidden rows without the routes that say whose rows they are.
+    policy: sites to quantize (none by default); dtype: compute dtype (default: that of the
+    embedding); positions_BT: default 0..T-1; cache: attend over it after writing these tokens at
+    their positions; guidance, routes_LBTA: a rollout's record to follow; records: what to keep of
+    this forward's own rounding; at_B: return logits at this token index of each sequence only;
+    noise: emulate another engine's kernels. Raises ValueError where a record names a site that the
+    policy does not quantize, and for guidance of the experts' hidden rows without the routes that
+    say whose rows they are.
     """
     for record in records:
         if set(record.sites) - set(policy.sites):

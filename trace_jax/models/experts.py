@@ -56,7 +56,8 @@ class Experts(nn.Module):
         """Output float32 [B, T, D], the router's own choice [B, T, A], and what was quantized."""
         cfg, std = self.cfg, self.cfg.initializer_range
         D, F, E = cfg.hidden_size, cfg.moe_intermediate_size, cfg.num_experts
-        router_ED = parameter(self, "router", (E, D), ("expert", "embed"), nn.initializers.normal(std))
+        normal = nn.initializers.normal(std)
+        router_ED = parameter(self, "router", (E, D), ("expert", "embed"), normal)
         gate_up = weight(self, "gate_up", (E, 2 * F, D), ("expert", "mlp", "embed"), context, std)
         down = weight(self, "down", (E, D, F), ("expert", "embed", "mlp"), context, std)
 

@@ -13,11 +13,11 @@ from trace_jax.guidance.quantizer import Guide
 
 
 class EngineNoise(NamedTuple):
-    """Another engine's kernels, emulated: Gaussian noise relative to each value, ahead of every site.
+    """Another engine's kernels, emulated: Gaussian noise relative to each value, ahead of sites.
 
-    Trainer and rollout here share one forward, so on one machine they hardly differ; two real engines
-    differ by BF16 rounding and reduction order (0.2 to 1%). experts/mid gets none: it is a pointwise
-    function of a product of FP4 operands, which is exact up to summation order.
+    Trainer and rollout here share one forward, so on one machine they hardly differ; two real
+    engines differ by BF16 rounding and reduction order (0.2 to 1%). experts/mid gets none: it is a
+    pointwise function of a product of FP4 operands, which is exact up to summation order.
     """
 
     key: jax.Array

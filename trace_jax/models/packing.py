@@ -14,8 +14,8 @@ FLOAT32 = ("router", "scale")  # routers and norms are read in float32 on both s
 def pack(params: dict, policy: Policy, dtype: jnp.dtype) -> dict:
     """The masters as a rollout reads them: quantized weights packed FP4, the rest in `dtype`.
 
-    The packed numbers are those that the training forward makes on the fly from the same masters, bit
-    for bit: both come from `formats.quantize.quantize_matrices`.
+    The packed numbers are those that the training forward makes on the fly from the same masters,
+    bit for bit: both come from `formats.quantize.quantize_matrices`.
     """
 
     def one(path, leaf):

@@ -1,4 +1,4 @@
-"""How a layer declares a weight, and what it reads back: an Operand, whatever kind of leaf is there.
+"""How a layer declares a weight, and what it reads back: an Operand, whatever leaf is there.
 
 A weight leaf is a master array (quantized on the fly where the policy says so, gradient straight
 through), a packed BlockScaled (the same numbers in 3.5 times fewer bytes) or an Operand unpacked

@@ -1,8 +1,8 @@
 """From logits to probabilities, in one place for the sampler and the trainer.
 
 The distribution is softmax(logits / temperature), float32, over the whole vocabulary (top_p = 1,
-top_k = 0), so the log-probs are those of the distribution that was sampled from. Letters: B sequences,
-T tokens, V vocabulary.
+top_k = 0), so the log-probs are those of the distribution that was sampled from. Letters: B
+sequences, T tokens, V vocabulary.
 """
 
 import jax
@@ -34,7 +34,8 @@ def sample(
 ) -> tuple[jax.Array, jax.Array]:
     """Tokens int32 [B] drawn with each sequence's own key, and their log-probs (nats).
 
-    argmax(logits + temperature * gumbel) draws from softmax(logits / temperature) and is greedy at 0.
+    argmax(logits + temperature * gumbel) draws from softmax(logits / temperature) and is greedy at
+    0.
     """
     gumbel_BV = jax.vmap(lambda key: jax.random.gumbel(key, logits_BV.shape[1:]))(key_B)
     token_B = jnp.argmax(logits_BV + temperature * gumbel_BV, axis=-1).astype(jnp.int32)

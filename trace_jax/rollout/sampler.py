@@ -1,11 +1,12 @@
 """The sampling loop: prefill, then one token at a time through the FP4 cache, recording as it goes.
 
-Sequences are right-padded, prompt and completion contiguous, each at its own length. Whatever a token
-leaves behind (cache rows, guidance, routes, log-prob) is written at the token's own position, so the
-record lines up with the tokens that training sees.
+Sequences are right-padded, prompt and completion contiguous, each at its own length. Whatever a
+token leaves behind (cache rows, guidance, routes, log-prob) is written at the token's own position,
+so the record lines up with the tokens that training sees.
 
-A sequence's draws come from a key folded with its id and position: its sample does not depend on its
-place in the batch. Letters: B sequences, P prompt length, T = P + new tokens, L layers, A experts.
+A sequence's draws come from a key folded with its id and position: its sample does not depend on
+its place in the batch. Letters: B sequences, P prompt length, T = P + new tokens, L layers, A
+experts.
 """
 
 import dataclasses
@@ -47,7 +48,7 @@ class Rollout:
 
 @dataclasses.dataclass(frozen=True)
 class Sampler:
-    """Everything static about sampling: one compiled program for each value of this and each shape."""
+    """Everything static about sampling: one compiled program for each value of it and shape."""
 
     cfg: ModelConfig
     policy: Policy  # what the rollout quantizes
@@ -70,7 +71,7 @@ class Sampler:
         temperature: jax.Array | float,
         version: jax.Array | int = 0,
     ) -> Rollout:
-        """A Rollout of prompts int32 [B, P], right-padded, from weights as `packing.pack` makes them.
+        """A Rollout of prompts int32 [B, P], right-padded, from weights as of `packing.pack`.
 
         Stops when every sequence has drawn a stop token or max_new_tokens.
         """
@@ -102,7 +103,8 @@ class Sampler:
             step, state = carry
             last_B = state.length_B - 1
             token_B1 = jnp.take_along_axis(state.tokens_BT, last_B[:, None], axis=1)
-            out = self._forward(packed, token_B1, last_B[:, None], state.cache, jnp.zeros_like(last_B))
+            at_B = jnp.zeros_like(last_B)
+            out = self._forward(packed, token_B1, last_B[:, None], state.cache, at_B)
             new = (out.recorded, self._route_ids(out.routes_LBTA))
             record = jax.tree.map(functools.partial(_write, position_B=last_B), state.record, new)
             state = dataclasses.replace(state, cache=out.cache, record=record)
@@ -136,7 +138,8 @@ class Sampler:
         draw_B = jax.vmap(jax.random.fold_in)(key_B, state.length_B)
         token_B, logp_B = log_probs.sample(logits_BV, draw_B, temperature)
         row_B = jnp.arange(token_B.shape[0])
-        at = jnp.where(state.done_B, state.tokens_BT.shape[1], state.length_B)  # past the end: dropped
+        past_end = state.tokens_BT.shape[1]  # where writes are dropped
+        at = jnp.where(state.done_B, past_end, state.length_B)
         stopped_B = jnp.isin(token_B, jnp.asarray(self.stop_ids))
         return dataclasses.replace(
             state,
@@ -166,7 +169,7 @@ def _make_room(prompt_LBP: jax.Array, length: int) -> jax.Array:
 
 
 def _write(rows_LBT: jax.Array, new_LB1: jax.Array, position_B: jax.Array) -> jax.Array:
-    """rows with one token's entry written at each sequence's position; new may hold fewer sequences."""
+    """rows with one token's entry written at each sequence's position, of those that new holds."""
     sequences = new_LB1.shape[1]
     return rows_LBT.at[:, jnp.arange(sequences), position_B[:sequences]].set(
         bits.hold(new_LB1[:, :, 0])
