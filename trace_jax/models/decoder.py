@@ -156,9 +156,10 @@ def forward(
     embedding); positions_BT: default 0..T-1; cache: attend over it after writing these tokens at
     their positions; guidance, routes_LBTA: a rollout's record to follow; records: what to keep of
     this forward's own rounding; at_B: return logits at this token index of each sequence only;
-    noise: emulate another engine's kernels. Raises ValueError where a record names a site that the
-    policy does not quantize, and for guidance of the experts' hidden rows without the routes that
-    say whose rows they are.
+    noise: emulate another engine's kernels.
+
+    Raises ValueError where a record names a site that the policy does not quantize, and for
+    guidance of the experts' hidden rows without the routes that say whose rows they are.
     """
     for record in records:
         if set(record.sites) - set(policy.sites):
