@@ -1,0 +1,88 @@
+"""Mismatch sums of two roundings written down code by code, against sums by hand."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from trace_jax.formats import block_scaled
+from trace_jax.guidance import mismatch, quantizer
+from trace_jax.guidance.record import Guidance
+
+# One site, L 2, B 1, T 3, one block of 16. Values of codes 0..7: 0, .5, 1, 1.5, 2, 3, 4, 6.
+CODES = np.zeros((2, 1, 3, 16), np.uint8)
+CODES[..., 0] = 2  # 1
+CODES[..., 1] = 7  # 6
+SCALES = np.full((2, 1, 3, 1), 2.0)
+OUTER = np.full((2, 1, 3), 0.5, np.float32)
+VALID_BT = np.array([[1, 1, 0]], np.float32)
+
+
+def guidance(codes, scales=SCALES, outer=OUTER):
+    scales = jnp.asarray(scales).astype(jnp.float8_e4m3fn)
+    q = block_scaled.pack(jnp.asarray(codes), scales, jnp.asarray(outer), "nvfp4")
+    return Guidance({"experts/in": quantizer.encode(q, "codes")}, 0, 2)
+
+
+def compare(ours):
+    return mismatch.compare(ours, guidance(CODES), VALID_BT)["experts/in"]
+
+
+def test_equal_sides():
+    sums = compare(guidance(CODES))
+    assert sums.codes.tolist() == sums.scales.tolist() == sums.difference.tolist() == [0, 0]
+    assert sums.values.tolist() == [32, 32]  # 2 valid tokens of 16 values
+    assert sums.blocks.tolist() == [2, 2]
+    assert sums.reference.tolist() == [2 * (1 + 36)] * 2  # block scale 2 x outer scale 0.5 = 1
+
+
+def test_codes_that_differ():
+    codes = CODES.copy()
+    codes[0, 0, 0, 0] = 3  # 1 -> 1.5
+    codes[0, 0, 1, 5] = 9  # 0 -> -0.5
+    codes[1, 0, 1, 1] = 6  # 6 -> 4
+    codes[1, 0, 2] = 7  # not valid
+    sums = compare(guidance(codes))
+    assert sums.codes.tolist() == [2, 1]
+    assert sums.difference.tolist() == [0.25 + 0.25, 4]
+    assert sums.code_rate.tolist() == [2 / 32, 1 / 32]
+    assert sums.scale_rate.tolist() == [0, 0]
+    assert sums.d_act.tolist() == pytest.approx([np.sqrt(0.5 / 74), np.sqrt(4 / 74)])
+    total = sums.total()
+    assert (float(total.codes), float(total.values)) == (3, 64)
+    assert float(total.d_act) == pytest.approx(np.sqrt(4.5 / 148))
+
+
+def test_scales_that_differ():
+    scales = SCALES.copy()
+    scales[0, 0, 1] = 2.25
+    scales[1, 0, 2] = 4  # not valid
+    sums = compare(guidance(CODES, scales))
+    assert sums.codes.tolist() == [0, 0]
+    assert sums.scales.tolist() == [1, 0]
+    assert sums.scale_rate.tolist() == [0.5, 0]
+    # Half of 0.25 more a unit of code.
+    assert sums.difference.tolist() == pytest.approx([0.125**2 * (1 + 36), 0])
+
+
+def test_an_outer_scale_shows_in_the_values_only():
+    outer = OUTER.copy()
+    outer[1, 0, 0] = 0.75
+    sums = compare(guidance(CODES, SCALES, outer))
+    assert sums.codes.tolist() == sums.scales.tolist() == [0, 0]
+    assert sums.difference.tolist() == [0, 0.5**2 * (1 + 36)]
+
+
+def test_sums_add_up_over_sites_and_batches():
+    codes = CODES.copy()
+    codes[0, 0, 0, 0] = 3
+    parts = [compare(guidance(CODES)), compare(guidance(codes)), compare(guidance(codes))]
+    added = mismatch.add(parts)
+    assert added.codes.tolist() == [2, 0]
+    assert added.values.tolist() == [96, 96]
+    assert float(added.total().code_rate) == pytest.approx(2 / 192)
+
+
+def test_only_what_the_rollout_recorded_is_compared():
+    ours = guidance(CODES)
+    ours = Guidance(ours.guides | {"attention/k": ours.guides["experts/in"]}, 0, 2)
+    assert set(mismatch.compare(ours, guidance(CODES), VALID_BT)) == {"experts/in"}
