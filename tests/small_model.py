@@ -50,11 +50,13 @@ def tokens(batch: int = 2, length: int = 7, seed: int = 0) -> jax.Array:
     return jnp.asarray(draw, jnp.int32)
 
 
+def _forward(params, tokens_BT, cfg=CFG, **arguments) -> decoder.Output:
+    """decoder.forward, jitted below."""
+    return decoder.forward(params, tokens_BT, cfg, **arguments)
+
+
+STATIC = ("cfg", "policy", "dtype", "records")
 # Compiles in half the time; for programs whose last bits no test looks at.
 UNOPTIMIZED = {"xla_backend_optimization_level": 0}
-
-
-@functools.partial(jax.jit, static_argnames=("cfg", "policy", "dtype", "records"))
-def forward(params, tokens_BT, cfg=CFG, **arguments) -> decoder.Output:
-    """decoder.forward under jit."""
-    return decoder.forward(params, tokens_BT, cfg, **arguments)
+forward = jax.jit(_forward, static_argnames=STATIC)
+quick_forward = jax.jit(_forward, static_argnames=STATIC, compiler_options=UNOPTIMIZED)

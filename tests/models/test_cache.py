@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests import small_model
-from tests.small_model import CFG, EVERYTHING, forward, masters
+from tests.small_model import CFG, EVERYTHING, masters, quick_forward
 from trace_jax.formats import bits, block_scaled
 from trace_jax.formats import quantize as formats
 from trace_jax.guidance import policy, record
@@ -23,7 +23,11 @@ MXFP4 = policy.resolve([("attention/out", "bf16"), ("*", "mxfp4")])
 DELAY_B = np.array([0, 2])  # the second sequence starts two steps later
 
 
-@functools.partial(jax.jit, static_argnames=("policy", "dtype", "records"))
+@functools.partial(
+    jax.jit,
+    static_argnames=("policy", "dtype", "records"),
+    compiler_options=small_model.UNOPTIMIZED,
+)
 def decode(params, tokens_BT, policy, dtype, records):
     """Logits [step, B, V] and records [step] of tokens fed one at a time, from an empty cache.
 
@@ -50,7 +54,7 @@ def test_decode_equals_the_teacher_forced_forward(quantized):
     if quantized.sites:
         records = (record.recording("codes", ("*",), "all", CFG.num_layers, quantized),)
     arguments = dict(policy=quantized, dtype=jnp.dtype("float32"), records=records)
-    whole = forward(masters(), TOKENS, CFG, **arguments)
+    whole = quick_forward(masters(), TOKENS, CFG, **arguments)
     logits, recorded = decode(masters(), TOKENS, **arguments)
     for b, delay in enumerate(DELAY_B.tolist()):
         np.testing.assert_allclose(logits[delay : delay + T, b], whole.logits[b], atol=2e-5)

@@ -10,7 +10,7 @@ import pytest
 
 from tests import small_model
 from tests.models import reference
-from tests.small_model import CFG, DEFAULT, EVERYTHING, forward, masters
+from tests.small_model import CFG, DEFAULT, EVERYTHING, masters, quick_forward
 from trace_jax.guidance import record
 from trace_jax.guidance.policy import NOTHING
 from trace_jax.models import attention, cache, decoder
@@ -31,7 +31,7 @@ VARIANTS = {
 @pytest.mark.parametrize("cfg", VARIANTS.values(), ids=VARIANTS)
 def test_equals_the_numpy_reference(cfg):
     tokens_BT = small_model.tokens()
-    out = forward(masters(cfg), tokens_BT, cfg)
+    out = quick_forward(masters(cfg), tokens_BT, cfg)
     params = jax.tree.map(np.float64, masters(cfg))
     expected = [reference.forward(params, np.asarray(row), cfg) for row in tokens_BT]
     logits, routes = map(np.stack, zip(*expected, strict=True))
@@ -42,8 +42,8 @@ def test_equals_the_numpy_reference(cfg):
 
 def test_logits_at_one_token_are_those_of_the_whole_sequence():
     tokens_BT, at_B = small_model.tokens(), jnp.array([0, 5])
-    whole = forward(masters(), tokens_BT, CFG).logits
-    one = forward(masters(), tokens_BT, CFG, at_B=at_B).logits
+    whole = quick_forward(masters(), tokens_BT, CFG).logits
+    one = quick_forward(masters(), tokens_BT, CFG, at_B=at_B).logits
     np.testing.assert_allclose(one, whole[jnp.arange(2), at_B], atol=1e-6)
 
 
@@ -52,7 +52,9 @@ def test_what_stands_in_the_padding_changes_no_real_token(policy):
     """Padding takes part in the dispatch to experts, so its rows move those of real tokens."""
     real = small_model.tokens(2, 5)
     logits = [
-        forward(masters(), jnp.concatenate([real, padding], 1), CFG, policy=policy).logits[:, :5]
+        quick_forward(masters(), jnp.concatenate([real, padding], 1), CFG, policy=policy).logits[
+            :, :5
+        ]
         for padding in (jnp.zeros((2, 2), jnp.int32), small_model.tokens(2, 2, seed=5))
     ]
     assert np.array_equal(*logits)
@@ -94,8 +96,10 @@ def test_observed_sites_leave_the_forward_as_it_is():
     recording = record.recording("codes", ("*",), "all", CFG.num_layers, EVERYTHING)
     tokens_BT = small_model.tokens()
     empty = cache.empty(CFG, observing, *tokens_BT.shape, jnp.float32)
-    out = forward(masters(), tokens_BT, CFG, policy=observing, cache=empty, records=(recording,))
-    plain = forward(masters(), tokens_BT, CFG)
+    out = quick_forward(
+        masters(), tokens_BT, CFG, policy=observing, cache=empty, records=(recording,)
+    )
+    plain = quick_forward(masters(), tokens_BT, CFG)
     np.testing.assert_allclose(out.logits, plain.logits, atol=1e-5)
     assert set(out.recorded[0].guides) == set(EVERYTHING.sites)
 

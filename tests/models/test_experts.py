@@ -78,11 +78,11 @@ def weights_of(seed=3):
     return Operand(draw(0, (E, 2 * F, D)), None), Operand(draw(1, (E, D, F)), None)
 
 
-def mixture(policy, x_BTD, chosen_BTA, weight_BTA):
+@functools.partial(jax.jit, static_argnums=0)
+def mixture(policy, x_BTD, chosen_BTA, weight_BTA, weights):
     context = LayerContext(policy, jnp.float32, {}, False)
-    return experts.expert_mixture(
-        context, Operand(x_BTD, None), chosen_BTA, weight_BTA, None, *weights_of()
-    )
+    x_BT = Operand(x_BTD, None)
+    return experts.expert_mixture(context, x_BT, chosen_BTA, weight_BTA, None, *weights)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def mixture(policy, x_BTD, chosen_BTA, weight_BTA):
 def test_mixture_equals_a_loop_over_tokens(chosen):
     x = jax.random.normal(jax.random.key(1), (B, T, D))
     weight = jax.nn.softmax(jax.random.normal(jax.random.key(2), (B, T, A)))
-    y, quantized = mixture(NOTHING, x, chosen, weight)
+    y, quantized = mixture(NOTHING, x, chosen, weight, weights_of())
     assert quantized is None
     gate_up, down = (np.float64(operand.values) for operand in weights_of())
     expected = np.zeros((B, T, D))
@@ -114,8 +114,8 @@ def test_hidden_rows_are_recorded_in_the_order_of_the_choices():
     every = np.broadcast_to(np.arange(E), (B, T, E))
     chosen = jnp.asarray(np.random.default_rng(0).permuted(every, axis=-1)[..., :A])
     weight = jnp.full((B, T, A), 0.5)
-    y, q = mixture(EVERYTHING, x, chosen, weight)
-    swapped_y, swapped = mixture(EVERYTHING, x, chosen[..., ::-1], weight)
+    y, q = mixture(EVERYTHING, x, chosen, weight, weights_of())
+    swapped_y, swapped = mixture(EVERYTHING, x, chosen[..., ::-1], weight, weights_of())
     assert q.shape == (B, T, A, F)
     for rows, other in zip(*map(jax.tree.leaves, (q, swapped)), strict=True):
         assert np.array_equal(rows, other[:, :, ::-1])

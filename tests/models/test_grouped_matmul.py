@@ -107,7 +107,7 @@ def test_dispatch_gives_every_choice_its_own_row_of_its_own_expert(tokens, choic
     """Down to one token, and where every token takes every expert."""
     rng = np.random.default_rng(tokens)
     expert_NA = np.stack([rng.permutation(experts)[:choices] for _ in range(tokens)])
-    plan = grouped.dispatch_plan(jnp.asarray(expert_NA), experts)
+    plan = grouped.dispatch_plan(expert_NA, experts)
     slots = np.asarray(plan.slot_NA).reshape(-1)
     assert len(set(slots)) == tokens * choices
     assert slots.min() >= 0

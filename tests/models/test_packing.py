@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests import small_model
-from tests.small_model import CFG, DEFAULT, EVERYTHING, forward, masters
+from tests.small_model import CFG, DEFAULT, EVERYTHING, forward, masters, quick_forward
 from trace_jax.formats import block_scaled, nvfp4
 from trace_jax.formats.block_scaled import BlockScaled
 from trace_jax.guidance import policy
@@ -92,7 +92,7 @@ def test_plain_forward_of_packed_weights_is_that_of_their_dequantized_values():
         packed,
         is_leaf=is_packed,
     )
-    logits = [forward(params, small_model.tokens(), CFG).logits for params in (packed, plain)]
+    logits = [quick_forward(p, small_model.tokens(), CFG).logits for p in (packed, plain)]
     np.testing.assert_allclose(*logits, atol=2e-5)
 
 

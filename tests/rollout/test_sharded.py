@@ -8,7 +8,16 @@ import numpy as np
 import pytest
 
 from tests import small_model
-from tests.rollout.test_sampler import KEY, PROMPT_LENGTH, SAMPLER, B, packed, prompts, sample
+from tests.rollout.test_sampler import (
+    KEY,
+    PROMPT_LENGTH,
+    SAMPLER,
+    B,
+    packed,
+    prompts,
+    quick_sample,
+    sample,
+)
 from tests.small_model import CFG, EVERYTHING, masters
 from trace_jax.guidance.record import Guidance
 from trace_jax.models import decoder
@@ -29,7 +38,7 @@ def on_mesh(function, sizes, batch, whole):
 @pytest.mark.parametrize("sizes", MESHES.values(), ids=MESHES)
 def test_eight_devices_draw_the_tokens_of_one(sizes):
     def run(whole, prompts_BP, length_B, id_B):
-        return SAMPLER(whole[0], prompts_BP, length_B, whole[1], id_B, 1.0)
+        return quick_sample(SAMPLER, whole[0], prompts_BP, length_B, whole[1], id_B, 1.0)
 
     batch = (prompts(), PROMPT_LENGTH, np.arange(B))
     rollout = on_mesh(run, sizes, batch, (packed(), KEY))
