@@ -174,7 +174,8 @@ def figure(rows: list[dict]) -> Figure:
     left, right = drawing.subplots(1, 2)
     for name in methods:
         mine = [row for row in rows if row["method"] == name]
-        style = dict(color=colors[name], label=name, marker="o", markersize=3)
+        dashed = "--" if name.startswith("trace_full") else "-"  # it lies on trace, all layers
+        style = dict(color=colors[name], label=name, marker="o", markersize=3, linestyle=dashed)
         for row in mine:
             if row["noise"] == 0.01 and "code_rate_by_layer" in row:
                 rates = np.maximum(row["code_rate_by_layer"], 1e-7)
@@ -187,6 +188,7 @@ def figure(rows: list[dict]) -> Figure:
               title="Gap between rollout and trainer")  # fmt: skip
     right.set_xscale("symlog", linthresh=0.2)
     right.set_xticks([0, 0.2, 1, 5], ["0", "0.2", "1", "5"])
+    right.set_xlim(-0.02, 6)
     handles, labels = right.get_legend_handles_labels()
     drawing.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=7)
     return drawing
