@@ -1,0 +1,108 @@
+"""The commands that look at a checkpoint: how far the sides are apart, what would be deployed."""
+
+import json
+import math
+import shutil
+
+import pytest
+
+from experiments import evaluate, mismatch
+from tests.rl import tiny_run
+from trace_jax.analysis import mismatch_table
+from trace_jax.analysis.run_directory import read_metrics
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick(tmp_path_factory):
+    programs = tiny_run.compiled_programs(tmp_path_factory)
+    with tiny_run.quick_compiles(programs), tiny_run.one_device():
+        yield
+
+
+@pytest.fixture(scope="module")
+def workdir(tmp_path_factory):
+    """A run that ended before its first step."""
+    made = tmp_path_factory.mktemp("warmed_up")
+    tiny_run.go(made, {"steps": 0})
+    return made
+
+
+@pytest.fixture(scope="module")
+def rows(workdir):
+    """The table at 1% of emulated noise, by name of the row."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mismatch_table, "NOISE", (0.01,))
+        mismatch.main(tiny_run.config(), workdir)
+    return {row["method"]: row for row in json.loads((workdir / "mismatch.json").read_text())}
+
+
+def test_the_table_has_every_method_and_every_number(rows, workdir):
+    assert list(rows) == [
+        "bf16 (BF16 rollout)",
+        "fp4_rollout",
+        "qat",
+        "qat, routes replayed",
+        "trace (low bit, latter half)",
+        "trace, all layers",
+        "trace_full (codes, all layers)",
+        "self-replay (codes)",
+        "self-replay (low1)",
+        "self-replay (low2)",
+    ]
+    for name, row in rows.items():
+        numbers = [row[key] for key in ("logp_abs_mean", "logp_abs_max", "kl_k3_nats", "ess")]
+        assert all(math.isfinite(number) for number in numbers)
+        assert row["noise"] == (0 if name.startswith("self") else 0.01)
+        assert ("code_rate" in row) == (name != "bf16 (BF16 rollout)")
+    table = (workdir / "mismatch.md").read_text().splitlines()
+    assert len(table) == 2 + len(rows)
+    assert table[0].startswith("| noise | method | codes | codes, latter half | scales | D_act |")
+    assert table[2].startswith("| 1.0% | bf16 (BF16 rollout) | - | - | - | - |")
+    assert (workdir / "figures/mismatch.png").stat().st_size > 1000
+
+
+def test_replaying_a_forward_changes_nothing(rows):
+    for encoding in ("codes", "low1", "low2"):
+        row = rows[f"self-replay ({encoding})"]
+        for name in ("code_rate", "scale_rate", "d_act", "route_rate", "out_of_bracket_rate"):
+            assert row[name] == 0, name
+        assert row["logp_abs_max"] == row["kl_k3_nats"] == 0
+
+
+def test_guidance_repairs_what_it_covers(rows):
+    qat, latter, full = (
+        rows[name]
+        for name in ("qat", "trace (low bit, latter half)", "trace_full (codes, all layers)")
+    )
+    assert qat["code_rate"] > 0.01
+    assert full["code_rate"] == rows["trace, all layers"]["code_rate"] == 0
+    assert 0 < latter["code_rate"] < qat["code_rate"]
+    # The guided half starts from an input that has drifted, so some codes leave their bracket.
+    assert latter["code_rate_latter_half"] < qat["code_rate_latter_half"] / 2
+    assert latter["code_rate_by_layer"][0] == qat["code_rate_by_layer"][0] > 0
+    assert full["logp_abs_mean"] < qat["logp_abs_mean"] / 20
+    assert rows["fp4_rollout"]["code_rate"] > qat["code_rate"]
+    assert len(qat["code_rate_by_layer"]) == 2
+    assert set(qat["code_rate_by_site"]) == {
+        "attention/in", "attention/k", "attention/v", "attention/out", "experts/in",
+    }  # fmt: skip
+
+
+def test_evaluation_of_a_checkpoint(workdir, tmp_path, capsys):
+    shutil.copytree(workdir / "checkpoints", tmp_path / "checkpoints")
+    evaluate.main(tiny_run.config({"engine_noise": 0.0}), tmp_path)
+    results = json.loads((tmp_path / "evaluation.json").read_text())
+    printed = dict(line.split() for line in capsys.readouterr().out.splitlines())
+    assert {name: float(value) for name, value in printed.items()} == results
+    (row,) = read_metrics(workdir)
+    assert results["step"] == 0
+    for name in ("eval/accuracy_fp4", "eval/accuracy_bf16"):
+        assert results[name] == row[name]
+    # Without noise the guided training forward is the decode: it would have chosen every token.
+    assert results["guided/same_choice"] == 1
+    assert results["guided/logp_abs_mean"] <= results["guided/logp_abs_max"] < 1e-4
+
+
+def test_nothing_to_evaluate(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no checkpoint in .*; train one with experiments"):
+        evaluate.main(tiny_run.config(), tmp_path)
