@@ -84,4 +84,4 @@ def get_config(model: str | None = None) -> ConfigDict:
             engine_noise=0.005,
             debug_nans=False,  # raise at the first NaN, inside compiled code too
         )
-    )
+    ).lock()  # a misspelt key fails where it is written
