@@ -99,3 +99,11 @@ def test_a_nan_on_a_real_token_is_not_hidden():
     metrics = _metrics([[np.nan, -1.0]], [[-1.0, -1.0]], [[1, 1]])
     for name in ("logp_abs_mean", "logp_abs_max", "kl_k3_nats", "ess"):
         assert np.isnan(metrics[name])
+
+
+def test_a_nan_in_a_large_batch_shows_in_the_maximum():
+    # XLA's float maximum drops NaN on CPU in arrays of about this size.
+    logp = np.full((64, 512), -1.0, np.float32)
+    logp[17, 300] = np.nan
+    metrics = gap_metrics(logp, np.full_like(logp, -1.5), np.ones_like(logp))
+    assert np.isnan(metrics["mismatch/logp_abs_max"])

@@ -7,6 +7,8 @@ Letters: B sequences, T tokens.
 import jax
 import jax.numpy as jnp
 
+from trace_jax.formats.block_scaled import largest_magnitude
+
 # e^20 = 4.9e8: far beyond any ratio that is used, and its square still fits float32.
 LOG_RATIO_LIMIT = 20.0
 
@@ -72,7 +74,7 @@ def gap_metrics(
     w_BT = rho_BT / mean(rho_BT)
     return {
         "mismatch/logp_abs_mean": mean(abs_BT),
-        "mismatch/logp_abs_max": jnp.max(abs_BT),
+        "mismatch/logp_abs_max": largest_magnitude(abs_BT, axis=None),
         "mismatch/logp_abs_p999": jnp.nanquantile(jnp.where(real_BT, abs_BT, jnp.nan), 0.999),
         "mismatch/kl_k3_nats": mean(kl_k3(r_BT)),
         "mismatch/ess": 1.0 / mean(w_BT**2),
