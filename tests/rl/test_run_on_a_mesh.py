@@ -7,7 +7,7 @@ import pytest
 from tests.rl import tiny_run
 from trace_jax.analysis.run_directory import read_rollouts, read_summary
 
-RUN = {"rl.staleness": 1, "checkpoint_every": 1, "samples_every": 1}
+RUN = {"rl.staleness": 1, "checkpoint_every": 1, "samples_every": 1, "engine_noise": 0.0}
 EIGHT = RUN | {"mesh.data": 4, "mesh.fsdp": 2}
 
 
