@@ -13,6 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from trace_jax.formats import bits
 from trace_jax.formats.block_scaled import Operand
 
 
@@ -58,7 +59,8 @@ def from_blocks(y_bR: jax.Array, plan: Dispatch) -> jax.Array:
 def block_product(x_bRD: jax.Array, w_EFD: jax.Array, expert_b: jax.Array) -> jax.Array:
     """x of each block times its expert's matrix transposed, float32 [b, R, F].
 
-    Backward: dx and dw by the same walk over blocks; dw is accumulated in float32.
+    Backward: dx and dw by the same walk over blocks; dw is accumulated in float32. Rows of dx are
+    stacked as integers, so that each block writes its own rows only (formats/bits.py).
     """
 
     def one(block):
@@ -78,16 +80,14 @@ def _block_product_backward(saved, dy_bRF):
     def one(dw_EFD, block):
         x_RD, dy_RF, expert = block
         dy_RF = dy_RF.astype(x_RD.dtype)
-        dx_RD = jnp.einsum(
-            "RF,FD->RD", dy_RF, w_EFD[expert], preferred_element_type=jnp.float32
-        )
+        dx_RD = jnp.einsum("RF,FD->RD", dy_RF, w_EFD[expert], preferred_element_type=jnp.float32)
         dw_FD = jnp.einsum("RF,RD->FD", dy_RF, x_RD, preferred_element_type=jnp.float32)
-        return dw_EFD.at[expert].add(dw_FD), dx_RD.astype(x_RD.dtype)
+        return dw_EFD.at[expert].add(dw_FD), bits.hold(dx_RD.astype(x_RD.dtype))
 
     dw_EFD, dx_bRD = jax.lax.scan(
         one, jnp.zeros(w_EFD.shape, jnp.float32), (x_bRD, dy_bRF, expert_b)
     )
-    return dx_bRD, dw_EFD.astype(w_EFD.dtype), None
+    return bits.restore(dx_bRD, x_bRD.dtype), dw_EFD.astype(w_EFD.dtype), None
 
 
 block_product.defvjp(_block_product_forward, _block_product_backward)
