@@ -95,6 +95,17 @@ def test_the_paper_s_model_needs_384_bytes_a_site_and_4_for_the_outer_scale():
     assert overhead.site_bytes(guidance, cfg) == {"experts/in": {"held": 388, "formula": 388}}
 
 
+def test_a_record_of_other_widths_than_the_model_s_is_named():
+    guide = quantizer.Guide(
+        jnp.zeros((1, 1, 1, 4), jnp.uint8), jnp.zeros((1, 1, 1, 2), jnp.float8_e4m3fn),
+        jnp.zeros((1, 1, 1)), "nvfp4", "low1",
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="experts/in takes 10 bytes, not 388"):
+        overhead.site_bytes(
+            record.Guidance({"experts/in": guide}, 0, 1), config.get("qwen3_30b_a3b")
+        )
+
+
 def test_tables_show_medians_spread_and_targets():
     seconds = lambda *s: {"cpu": np.array(s), "wall": np.array(s)}
     paired = overhead.Paired(seconds(1.0, 1.0, 1.0), seconds(1.0, 1.25, 1.125))

@@ -71,7 +71,10 @@ def _run(program: Program, calls: int) -> dict[str, float]:
 
 
 def site_bytes(guidance: Guidance, cfg: ModelConfig) -> dict[str, dict[str, float]]:
-    """By site: bytes of one token in one layer, as the arrays hold them and by the formula."""
+    """By site: bytes of one token in one layer, as the arrays hold them and by the formula.
+
+    Raises ValueError where the two differ.
+    """
     D, C, H, K = cfg.hidden_size, cfg.head_dim, cfg.num_heads, cfg.num_kv_heads
     rows_and_width = {
         "attention/in": (1, D),
@@ -81,10 +84,14 @@ def site_bytes(guidance: Guidance, cfg: ModelConfig) -> dict[str, dict[str, floa
         "experts/in": (1, D),
         "experts/mid": (cfg.num_experts_per_token, cfg.moe_intermediate_size),
     }
-    return {
+    found = {
         site: {"held": _held(guide), "formula": _formula(*rows_and_width[site], guide)}
         for site, guide in guidance.guides.items()
     }
+    for site, of in found.items():
+        if of["held"] != of["formula"]:
+            raise ValueError(f"the record of {site} takes {of['held']} bytes, not {of['formula']}")
+    return found
 
 
 def _held(guide: Guide) -> int:
