@@ -1,5 +1,7 @@
 """What a recording keeps: which layers and sites, errors, and the Guidance that holds it."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -53,19 +55,19 @@ def test_no_site_is_quantized():
         record.recording("codes", ("*",), "all", 4, policy.NOTHING)
 
 
+@functools.cache
 def guidance(encoding, first=1, last=3):
     """Of random K and V [layers, B 2, T 3, K 2, C 32] in layers first to last."""
     x = jax.random.normal(jax.random.key(0), (last - first, 2, 3, 2, 32))
-    guides = {
-        site: quantizer.encode(nvfp4.quantize(x + i), encoding) for i, site in enumerate(KV.sites)
-    }
-    return Guidance(guides, first, last)
+    encode = jax.jit(lambda x: quantizer.encode(nvfp4.quantize(x), encoding))
+    return Guidance({site: encode(x + i) for i, site in enumerate(KV.sites)}, first, last)
 
 
 def test_a_layer_finds_its_own_guides():
     kept = guidance("codes")
+    at_layer = jax.jit(lambda layer: kept.at_layer(layer))
     for layer, row in ((1, 0), (2, 1), (0, 0), (3, 1)):  # outside: clamped, and not covered
-        picked = kept.at_layer(jnp.int32(layer))
+        picked = at_layer(layer)
         for site, guide in picked.items():
             assert np.array_equal(guide.bits, kept.guides[site].bits[row])
             assert np.array_equal(guide.outer, kept.guides[site].outer[row])

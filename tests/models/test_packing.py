@@ -85,7 +85,7 @@ def test_logits_from_packed_and_from_master_weights_are_the_same_bits():
 
 def test_plain_forward_of_packed_weights_is_that_of_their_dequantized_values():
     """No policy: nothing is quantized on the fly; packed leaves are read as what they stand for."""
-    packed = pack(masters(), EVERYTHING, jnp.dtype("float32"))
+    packed = pack(masters(), DEFAULT, jnp.dtype("float32"))
     is_packed = lambda leaf: isinstance(leaf, BlockScaled)
     plain = jax.tree.map(
         lambda leaf: block_scaled.dequantize(leaf) if is_packed(leaf) else leaf,

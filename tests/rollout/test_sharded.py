@@ -18,7 +18,7 @@ from tests.rollout.test_sampler import (
     quick_sample,
     sample,
 )
-from tests.small_model import CFG, EVERYTHING, masters
+from tests.small_model import CFG, DEFAULT, masters
 from trace_jax.guidance.record import Guidance
 from trace_jax.models import decoder
 from trace_jax.parallel import mesh as meshes
@@ -67,7 +67,7 @@ def test_guided_gradient_on_eight_devices_is_that_of_one():
 
         def loss(params):
             out = decoder.forward(
-                params, tokens_BT, CFG, policy=EVERYTHING,
+                params, tokens_BT, CFG, policy=DEFAULT,
                 guidance=guidance, routes_LBTA=routes_BLTA.swapaxes(0, 1),
             )  # fmt: skip
             return jnp.mean(jnp.sin(out.logits))
