@@ -13,10 +13,12 @@ import jax
 import jax.numpy as jnp
 
 from trace_jax.guidance import policy, record
-from trace_jax.models import cache, config, decoder, packing
+from trace_jax.models import architecture, cache, config, decoder, packing
 
 CFG = config.tiny(config.get("qwen3_30b_a3b"))
-QUANTIZED = policy.resolve([("experts/*", "nvfp4"), ("attention/[kv]", "nvfp4")])
+QUANTIZED = policy.resolve(
+    [("experts/*", "nvfp4"), ("attention/[kv]", "nvfp4")], architecture.sites(CFG)
+)
 DTYPE = jnp.dtype("bfloat16")
 B, T, S = 8, 64, 4096  # sequences, tokens trained on, positions cached
 
@@ -33,7 +35,7 @@ def masters(cfg: config.ModelConfig) -> dict:
 
 def train_gradient(cfg: config.ModelConfig) -> tuple:
     """The gradient of a guided forward, and its arguments."""
-    kept = record.recording("low1", ("*",), "latter_half", cfg.num_layers, QUANTIZED)
+    kept = record.recording("low1", ("*",), "latter_half", architecture.site_layers(cfg), QUANTIZED)
 
     def forward(params, tokens_BT, **follow):
         return decoder.forward(params, tokens_BT, cfg, policy=QUANTIZED, dtype=DTYPE, **follow)

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from trace_jax.guidance import policy
-from trace_jax.models import decoder
-from trace_jax.models.config import ModelConfig
+from trace_jax.models import architecture, decoder
+from trace_jax.models.architecture import ModelConfig
 
 CFG = ModelConfig(
     vocab_size=32,
@@ -27,8 +27,10 @@ CFG = ModelConfig(
     rope_theta=1e4,
     initializer_range=0.25,
 )
-EVERYTHING = policy.resolve([("*", "nvfp4")])
-DEFAULT = policy.resolve([("experts/*", "nvfp4"), ("attention/[kv]", "nvfp4")])
+SITES = architecture.sites(CFG)
+SITE_LAYERS = architecture.site_layers(CFG)
+EVERYTHING = policy.resolve([("*", "nvfp4")], SITES)
+DEFAULT = policy.resolve([("experts/*", "nvfp4"), ("attention/[kv]", "nvfp4")], SITES)
 
 
 @functools.cache

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 from trace_jax.analysis.coverage import Part, coverage, table
-from trace_jax.guidance.policy import NOTHING, SITES, resolve
-from trace_jax.models import cache, config, decoder, packing
+from trace_jax.guidance.policy import NOTHING, resolve
+from trace_jax.models import architecture, cache, config, decoder, packing
 
 SMALL = config.ModelConfig(
     vocab_size=10,
@@ -22,14 +22,15 @@ SMALL = config.ModelConfig(
     moe_intermediate_size=16,
 )
 TINY = config.tiny(config.get("qwen3_30b_a3b"))
-EXPERTS_AND_K = resolve([("experts/*", "nvfp4"), ("attention/k", "nvfp4")])
-POLICIES = {
-    "nothing": NOTHING,
-    "experts and k": EXPERTS_AND_K,
-    "all nvfp4": resolve([("*", "nvfp4")]),
-    "all mxfp4": resolve([("*", "mxfp4")]),
-    "mixed": resolve([("attention/out", "mxfp4_floor"), ("*/in", "nvfp4"), ("*/v", "mxfp4")]),
+RULES = {
+    "nothing": [],
+    "experts and k": [("experts/*", "nvfp4"), ("attention/k", "nvfp4")],
+    "all nvfp4": [("*", "nvfp4")],
+    "all mxfp4": [("*", "mxfp4")],
+    "mixed": [("attention/out", "mxfp4_floor"), ("*/in", "nvfp4"), ("*/v", "mxfp4")],
 }
+POLICIES = {name: resolve(rules, architecture.sites(TINY)) for name, rules in RULES.items()}
+EXPERTS_AND_K = POLICIES["experts and k"]
 
 
 def tree_bytes(tree):
@@ -48,11 +49,11 @@ def test_every_part_of_a_small_model_by_hand():
         # 2 layers of 4 experts [32, 32]: codes, a scale for 16, outer scales; 2 of 4 experts work
         Part("experts/in", "nvfp4", 8192, 4096 + 512 + 2 * 4 * 4, 8192),
         Part("experts/mid", "nvfp4", 4096, 2048 + 256 + 2 * 4 * 4, 4096),
-        Part("router", "float32", 256, 1024, 512),
+        Part("head/in", "bf16", 320, 640, 640),
         # 2 layers of 2 norms of 32 and 2 of 16, and the final one
         Part("norms", "float32", 224, 896, 0),
+        Part("router", "float32", 256, 1024, 512),
         Part("embedding", "bf16", 320, 640, 0),
-        Part("head", "bf16", 320, 640, 640),
     )
     assert found.kv_bytes_per_token == 2 * ((8 + 1 + 4) + 32)
     assert found.kv_bytes_per_token_bf16 == 2 * (32 + 32)
@@ -71,7 +72,7 @@ def test_bytes_are_those_of_the_packed_tree(policy):
         return packing.pack(decoder.init(cfg, key), policy, jnp.bfloat16)
 
     packed = jax.eval_shape(in_rollout, jax.random.key(0))
-    layers = packed["layers"]
+    layers = packed["layers_0"]["0"]
     attention, experts = layers["attention"], layers["experts"]
     found = coverage(policy, cfg, kv_length=1)
     of = {part.name: part.weight_bytes for part in found.parts}
@@ -85,7 +86,7 @@ def test_bytes_are_those_of_the_packed_tree(policy):
     assert of["experts/mid"] == nbytes(experts["down"])
     assert of["router"] == nbytes(experts["router"])
     assert of["embedding"] == nbytes(packed["embed"])
-    assert of["head"] == nbytes(packed["head"])
+    assert of["head/in"] == nbytes(packed["head"])
 
 
 def test_bytes_are_those_of_arrays_in_memory():
@@ -99,19 +100,27 @@ def test_bytes_are_those_of_arrays_in_memory():
 @pytest.mark.parametrize("name", config.MODELS)
 def test_counts_agree_with_those_of_the_config(name):
     cfg = config.get(name)
-    found = coverage(POLICIES["all nvfp4"], cfg, kv_length=1000)
+    everything = resolve([("*", "nvfp4")], architecture.sites(cfg))
+    found = coverage(everything, cfg, kv_length=1000)
     of = {part.name: part for part in found.parts}
-    assert found.total("parameters") == config.total_parameters(cfg)
+    table = config.ngram_table_parameters(cfg)
+    assert found.total("parameters") == config.total_parameters(cfg) + table
     attention = of["attention/k"].flops + of["attention/v"].flops
-    assert attention == 4 * cfg.num_layers * cfg.num_heads * cfg.head_dim * 1000
+    layers = len(architecture.layers_with(cfg, "attention"))
+    assert attention == 4 * layers * cfg.num_heads * cfg.head_dim * 1000
     multiplied = config.active_parameters(cfg) - of["embedding"].parameters - of["norms"].parameters
-    assert found.total("flops") - attention == 2 * multiplied
+    state = 0
+    if delta := cfg.delta_net:
+        layers = cfg.num_layers - layers
+        state = layers * 6 * delta.num_value_heads * delta.key_head_dim * delta.value_head_dim
+        multiplied -= layers * 2 * delta.num_value_heads  # decay and step offsets, added
+    assert found.total("flops") - attention - state == 2 * multiplied
 
 
 def test_nothing_quantized_is_bf16_but_for_router_and_norms():
     found = coverage(NOTHING, TINY, kv_length=64)
     of = {part.name: part for part in found.parts}
-    assert {of[site].fmt for site in SITES} == {"bf16"}
+    assert {of[site].fmt for site in architecture.sites(TINY)} == {"bf16"}
     assert [found.share(q) for q in ("parameters", "weight_bytes", "flops")] == [0, 0, 0]
     float32 = of["router"].parameters + of["norms"].parameters
     assert found.total("weight_bytes") == found.weight_bytes_bf16 + 2 * float32
@@ -135,10 +144,10 @@ def test_table_is_aligned_and_short():
             "attention/out  bf16          2.05k          4.1k           4.1k",
             "experts/in     nvfp4         8.19k         4.64k          8.19k",
             "experts/mid    nvfp4          4.1k         2.34k           4.1k",
-            "router         float32         256         1.02k            512",
+            "head/in        bf16            320           640            640",
             "norms          float32         224           896              0",
+            "router         float32         256         1.02k            512",
             "embedding      bf16            320           640              0",
-            "head           bf16            320           640            640",
             "all                          19.6k         22.5k          27.8k",
             "share in FP4                 62.8%         31.1%          47.9%",
             "weights: 22,464 B, 0.574 of BF16",

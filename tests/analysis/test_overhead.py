@@ -10,7 +10,7 @@ import pytest
 from tests import small_model
 from trace_jax.analysis import overhead
 from trace_jax.guidance import policy, quantizer, record
-from trace_jax.models import config, decoder
+from trace_jax.models import architecture, config, decoder
 
 
 class Clock:
@@ -66,8 +66,8 @@ def test_a_machine_that_slows_down_leaves_the_median_ratio_near_one(monkeypatch)
 @pytest.mark.parametrize("encoding", quantizer.BITS)
 def test_every_site_holds_the_bytes_of_the_formula(encoding, fmt):
     cfg = small_model.CFG
-    quantized = policy.resolve([("*", fmt)])
-    recording = record.recording(encoding, ("*",), "all", cfg.num_layers, quantized)
+    quantized = policy.resolve([("*", fmt)], architecture.sites(cfg))
+    recording = record.recording(encoding, ("*",), "all", architecture.site_layers(cfg), quantized)
 
     def forward(key):
         tokens = jnp.zeros((3, 5), jnp.int32)
@@ -77,7 +77,7 @@ def test_every_site_holds_the_bytes_of_the_formula(encoding, fmt):
 
     (guidance,) = jax.eval_shape(forward, jax.random.key(0)).recorded
     by_site = overhead.site_bytes(guidance, cfg)
-    assert set(by_site) == set(policy.SITES)
+    assert set(by_site) == set(quantized.sites)
     for site, of in by_site.items():
         assert of["held"] == of["formula"], site
     total = cfg.num_layers * sum(of["held"] for of in by_site.values())
@@ -90,7 +90,7 @@ def test_the_paper_s_model_needs_384_bytes_a_site_and_4_for_the_outer_scale():
         lambda x: quantizer.encode(quantizer.round_value(x, "nvfp4", "row", None), "low1"),
         jax.ShapeDtypeStruct((1, 1, 1, 2048), jnp.float32),
     )
-    guidance = record.Guidance({"experts/in": guide}, 0, 1)
+    guidance = record.Guidance({"experts/in": guide}, (("experts/in", (0,)),))
     cfg = config.get("qwen3_30b_a3b")
     assert overhead.site_bytes(guidance, cfg) == {"experts/in": {"held": 388, "formula": 388}}
 
@@ -102,7 +102,8 @@ def test_a_record_of_other_widths_than_the_model_s_is_named():
     )  # fmt: skip
     with pytest.raises(ValueError, match="experts/in takes 10 bytes, not 388"):
         overhead.site_bytes(
-            record.Guidance({"experts/in": guide}, 0, 1), config.get("qwen3_30b_a3b")
+            record.Guidance({"experts/in": guide}, (("experts/in", (0,)),)),
+            config.get("qwen3_30b_a3b"),
         )
 
 

@@ -20,7 +20,7 @@ VALID_BT = np.array([[1, 1, 0]], np.float32)
 def guidance(codes, scales=SCALES, outer=OUTER):
     scales = jnp.asarray(scales).astype(jnp.float8_e4m3fn)
     q = block_scaled.pack(jnp.asarray(codes), scales, jnp.asarray(outer), "nvfp4")
-    return Guidance({"experts/in": quantizer.encode(q, "codes")}, 0, 2)
+    return Guidance({"experts/in": quantizer.encode(q, "codes")}, (("experts/in", (0, 1)),))
 
 
 def compare(ours):
@@ -84,5 +84,19 @@ def test_sums_add_up_over_sites_and_batches():
 
 def test_only_what_the_rollout_recorded_is_compared():
     ours = guidance(CODES)
-    ours = Guidance(ours.guides | {"attention/k": ours.guides["experts/in"]}, 0, 2)
+    layers = (*ours.layers, ("attention/k", (0, 1)))
+    ours = Guidance(ours.guides | {"attention/k": ours.guides["experts/in"]}, layers)
     assert set(mismatch.compare(ours, guidance(CODES), VALID_BT)) == {"experts/in"}
+
+
+def test_sums_over_the_layers_of_each_site():
+    """Site a lies in layers 0 and 2, site b in layers 1 and 2; wanted: layers 1 and 2 of both."""
+    codes = CODES.copy()
+    codes[0, 0, 0, 0] = codes[1, 0, 0, 0] = codes[1, 0, 1, 0] = 3  # 1 in the first layer, 2 after
+    sites = {"a": compare(guidance(codes)), "b": compare(guidance(codes))}
+    present = (("a", (0, 2)), ("b", (1, 2)))
+    wanted = (("a", (1, 2)), ("b", (1, 2)), ("c", (1, 2)))
+    found = mismatch.of_layers(sites, present, wanted)
+    assert float(found.codes) == 2 + (1 + 2)
+    assert float(found.values) == 3 * 32
+    assert float(mismatch.of_layers(sites, present, (("c", (0,)),)).values) == 0

@@ -50,7 +50,7 @@ def forward(params, tokens_T, cfg):
     x_TD = params["embed"][tokens_T]
     routes = []
     for layer in range(cfg.num_layers):
-        p = _at(params["layers"], layer)
+        p = _at(params["layers_0"]["0"], layer)
         normed = [norm(x, p["input_norm"]["scale"], cfg.rms_norm_eps) for x in x_TD]
         x_TD = x_TD + attention(np.stack(normed), p["attention"], cfg)
         normed = [norm(x, p["post_attention_norm"]["scale"], cfg.rms_norm_eps) for x in x_TD]

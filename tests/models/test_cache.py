@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests import small_model
-from tests.small_model import CFG, EVERYTHING, masters, quick_forward
+from tests.small_model import CFG, EVERYTHING, SITE_LAYERS, SITES, masters, quick_forward
 from trace_jax.formats import bits, block_scaled
 from trace_jax.formats import quantize as formats
 from trace_jax.guidance import policy, record
@@ -19,7 +19,7 @@ TOKENS = small_model.tokens()
 B, T = TOKENS.shape
 # Not attention/out: a mean of V values that are all 6 * 2^e comes out an ulp above or below, and
 # there MXFP4 doubles the block scale.
-MXFP4 = policy.resolve([("attention/out", "bf16"), ("*", "mxfp4")])
+MXFP4 = policy.resolve([("attention/out", "bf16"), ("*", "mxfp4")], SITES)
 DELAY_B = np.array([0, 2])  # the second sequence starts two steps later
 
 
@@ -52,7 +52,7 @@ def decode(params, tokens_BT, policy, dtype, records):
 def test_decode_equals_the_teacher_forced_forward(quantized):
     records = ()
     if quantized.sites:
-        records = (record.recording("codes", ("*",), "all", CFG.num_layers, quantized),)
+        records = (record.recording("codes", ("*",), "all", SITE_LAYERS, quantized),)
     arguments = dict(policy=quantized, dtype=jnp.dtype("float32"), records=records)
     whole = quick_forward(masters(), TOKENS, CFG, **arguments)
     logits, recorded = decode(masters(), TOKENS, **arguments)
@@ -69,7 +69,7 @@ def test_decode_equals_the_teacher_forced_forward(quantized):
 
 @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4", None])
 def test_rows_are_written_at_their_positions_and_nowhere_else(fmt):
-    quantized = NOTHING if fmt is None else policy.resolve([("attention/[kv]", fmt)])
+    quantized = NOTHING if fmt is None else policy.resolve([("attention/[kv]", fmt)], SITES)
     dtype = jnp.dtype("bfloat16")
     x = jax.random.normal(jax.random.key(0), (2, B, 1, CFG.num_kv_heads, CFG.head_dim), dtype)
     rows = x if fmt is None else [formats.quantize(a, fmt) for a in x]

@@ -10,10 +10,11 @@ import pytest
 
 from tests import small_model
 from tests.models import reference
-from tests.small_model import CFG, DEFAULT, EVERYTHING, masters, quick_forward
+from tests.small_model import CFG, DEFAULT, EVERYTHING, SITE_LAYERS, masters, quick_forward
 from trace_jax.guidance import record
 from trace_jax.guidance.policy import NOTHING
-from trace_jax.models import attention, cache, decoder
+from trace_jax.models import cache, decoder
+from trace_jax.models.rotary import rope
 
 VARIANTS = {
     "qwen3": CFG,
@@ -40,11 +41,11 @@ def test_equals_the_numpy_reference(cfg):
     assert np.array_equal(np.sort(out.routes_LBTA), np.sort(routes.swapaxes(0, 1)))
 
 
-def test_logits_at_one_token_are_those_of_the_whole_sequence():
-    tokens_BT, at_B = small_model.tokens(), jnp.array([0, 5])
+def test_logits_of_the_last_real_token_are_those_of_the_whole_sequence():
+    tokens_BT, length_B = small_model.tokens(), jnp.array([1, 6])
     whole = quick_forward(masters(), tokens_BT, CFG).logits
-    one = quick_forward(masters(), tokens_BT, CFG, at_B=at_B).logits
-    np.testing.assert_allclose(one, whole[jnp.arange(2), at_B], atol=1e-6)
+    one = quick_forward(masters(), tokens_BT, CFG, length_B=length_B).logits
+    np.testing.assert_allclose(one, whole[jnp.arange(2), length_B - 1], atol=1e-6)
 
 
 @pytest.mark.parametrize("policy", [NOTHING, EVERYTHING], ids=["plain", "fp4"])
@@ -84,7 +85,8 @@ def test_scores_depend_on_the_distance_of_positions():
 
     def score(at, other):
         positions = [jnp.full((1, 1), p) for p in (at, other)]
-        return jnp.sum(attention.rope(q, positions[0], 1e4) * attention.rope(k, positions[1], 1e4))
+        q_rotated, k_rotated = (rope(x, p, 1e4, 32) for x, p in zip((q, k), positions, strict=True))
+        return jnp.sum(q_rotated * k_rotated)
 
     np.testing.assert_allclose(score(9, 5), score(104, 100), rtol=1e-4)
     assert abs(score(9, 5) - score(9, 6)) > 1e-3
@@ -93,7 +95,7 @@ def test_scores_depend_on_the_distance_of_positions():
 def test_observed_sites_leave_the_forward_as_it_is():
     """Their codes are recorded, and nothing is rounded: not in the sums, and not in the cache."""
     observing = dataclasses.replace(NOTHING, observed=EVERYTHING.formats)
-    recording = record.recording("codes", ("*",), "all", CFG.num_layers, EVERYTHING)
+    recording = record.recording("codes", ("*",), "all", SITE_LAYERS, EVERYTHING)
     tokens_BT = small_model.tokens()
     empty = cache.empty(CFG, observing, *tokens_BT.shape, jnp.float32)
     out = quick_forward(
@@ -105,7 +107,7 @@ def test_observed_sites_leave_the_forward_as_it_is():
 
 
 def test_recording_a_site_that_is_not_quantized():
-    recording = record.recording("codes", ("*",), "all", CFG.num_layers, EVERYTHING)
+    recording = record.recording("codes", ("*",), "all", SITE_LAYERS, EVERYTHING)
     with pytest.raises(ValueError, match=r"recording .*attention/in.* needs these sites quantized"):
         decoder.forward(masters(), small_model.tokens(), CFG, policy=DEFAULT, records=(recording,))
 

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.small_model import SITES
 from trace_jax.guidance import policy
 from trace_jax.models.layer_context import EngineNoise, LayerContext
 
@@ -14,7 +15,7 @@ X = jnp.asarray(np.random.default_rng(0).normal(size=(64, 256)), jnp.float32).at
 
 def context(relative, key=0, fmt=policy.NOTHING):
     noise = None if relative is None else EngineNoise(jax.random.key(key), relative)
-    return LayerContext(fmt, FLOAT32, {}, False, noise)
+    return LayerContext(fmt, FLOAT32, noise=noise)
 
 
 def seen(site, *arguments):
@@ -49,7 +50,7 @@ def test_without_noise_nothing_changes():
 
 
 def test_it_comes_before_rounding_and_moves_a_few_codes():
-    everything = policy.resolve([("*", "nvfp4")])
+    everything = policy.resolve([("*", "nvfp4")], SITES)
     codes = [
         np.asarray(context(relative, 0, everything).quantize("experts/in", X)[1].codes)
         for relative in (None, 0.002, 0.05)
@@ -60,7 +61,7 @@ def test_it_comes_before_rounding_and_moves_a_few_codes():
 
 def test_rows_of_experts_get_none():
     """They follow from products of FP4 operands, which every engine computes alike."""
-    everything = policy.resolve([("*", "nvfp4")])
+    everything = policy.resolve([("*", "nvfp4")], SITES)
     rows = [
         context(relative, 0, everything).quantize_under("experts/mid", X, None)[1]
         for relative in (None, 0.05)

@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 
 from tests import small_model
-from tests.small_model import CFG, EVERYTHING, masters
+from tests.small_model import CFG, EVERYTHING, SITE_LAYERS, masters
 from trace_jax.formats import e2m1
 from trace_jax.guidance import quantizer, record
-from trace_jax.guidance.record import Guidance
+from trace_jax.guidance.record import Guidance, LayerGuide
 from trace_jax.models import decoder
 from trace_jax.models.layer_context import LayerContext
 
 TOKENS = small_model.tokens()
 ENCODINGS = ("codes", "low1", "low2")
 recording = functools.partial(
-    record.recording, patterns=("*",), layers="all", num_layers=CFG.num_layers, quantized=EVERYTHING
+    record.recording, patterns=("*",), share="all", site_layers=SITE_LAYERS, quantized=EVERYTHING
 )
 CODES = recording("codes")
 
@@ -85,7 +85,10 @@ def test_guidance_brings_drifted_activations_back_to_the_rollouts_codes():
 def test_latter_half_keeps_those_layers_and_leaves_the_others_to_nearest():
     """The layers before are those of an unguided forward; the layers after follow the record."""
     out, guidance = recorded("bfloat16")
-    half = Guidance(jax.tree.map(lambda a: a[1:2], guidance["low1"].guides), 1, 2)
+    half = Guidance(
+        jax.tree.map(lambda a: a[1:2], guidance["low1"].guides),
+        tuple((site, (1,)) for site, _ in guidance["low1"].layers),
+    )
     guided = replay(masters(), "float32", half, out.routes_LBTA).recorded[0]
     unguided = recorded("float32")[1]["codes"]
     for site in set(EVERYTHING.sites) - {"experts/mid"}:  # whose rows follow the replayed routes
@@ -107,7 +110,8 @@ def test_choosing_the_layer_at_run_time_equals_choosing_it_at_trace_time(encodin
 
     @jax.jit
     def quantize(x, guided):
-        context = LayerContext(EVERYTHING, jnp.bfloat16, {"experts/in": guide}, guided)
+        guides = {"experts/in": LayerGuide(guide, guided)}
+        context = LayerContext(EVERYTHING, jnp.bfloat16, guides)
         value = lambda x: block_value(context.quantize("experts/in", x)[0])
         y, pullback = jax.vjp(value, x)
         return context.quantize("experts/in", x)[1], y, pullback(jnp.ones_like(y))[0]
@@ -116,9 +120,9 @@ def test_choosing_the_layer_at_run_time_equals_choosing_it_at_trace_time(encodin
         return operand.values.astype(jnp.float32) * operand.outer[..., None]
 
     at_trace_time = jax.jit(
-        lambda x: LayerContext(EVERYTHING, jnp.bfloat16, {"experts/in": guide}, True).quantize(
-            "experts/in", x
-        )
+        lambda x: LayerContext(
+            EVERYTHING, jnp.bfloat16, {"experts/in": LayerGuide(guide, True)}
+        ).quantize("experts/in", x)
     )
     guided, nearest = quantize(x, True), quantize(x, False)
     operand, q = at_trace_time(x)
@@ -154,7 +158,7 @@ def test_all_zero_padding_of_the_record_keeps_gradients_finite():
     assert value == whole
     for ours, expected in zip(*map(jax.tree.leaves, (grads, whole_grads)), strict=True):
         np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-4)
-    assert np.max(np.abs(grads["layers"]["experts"]["router"])) > 0
+    assert np.max(np.abs(grads["layers_0"]["0"]["experts"]["router"])) > 0
 
 
 def test_hidden_rows_cannot_be_guided_without_the_routes_they_belong_to():

@@ -7,13 +7,14 @@ import re
 import jax
 import jax.numpy as jnp
 
-from tests.small_model import CFG, UNOPTIMIZED
+from tests.small_model import CFG, SITES, UNOPTIMIZED
 from trace_jax.guidance import policy, record
-from trace_jax.models import cache, decoder, packing
+from trace_jax.models import architecture, cache, decoder, packing
 from trace_jax.rollout.sampler import Sampler
 
 B, P, S = 2, 8, 8192  # S appears in no other shape
-CACHED = policy.resolve([("experts/*", "nvfp4"), ("attention/v", "nvfp4")])  # K stays in BF16
+K_IN_BF16 = [("experts/*", "nvfp4"), ("attention/v", "nvfp4")]
+CACHED = policy.resolve(K_IN_BF16, SITES)
 DTYPE = jnp.dtype("bfloat16")
 # What may yield a whole buffer inside a loop: passing it on, and the scatter that writes a row.
 IN_PLACE = {"parameter", "get-tuple-element", "bitcast", "scatter", "fusion"}
@@ -23,7 +24,7 @@ IN_PLACE = {"parameter", "get-tuple-element", "bitcast", "scatter", "fusion"}
 def compiled(layers):
     """The compiled sampler at this depth."""
     cfg = dataclasses.replace(CFG, num_layers=layers)
-    recording = record.recording("low1", ("*",), "all", layers, CACHED)
+    recording = record.recording("low1", ("*",), "all", architecture.site_layers(cfg), CACHED)
     sampler = Sampler(cfg, CACHED, DTYPE, S - P, (3,), 0, recording)
     packed = jax.eval_shape(
         lambda key: packing.pack(decoder.init(cfg, key), CACHED, DTYPE), jax.random.key(0)

@@ -8,16 +8,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.small_model import CFG, EVERYTHING, UNOPTIMIZED, masters, quick_forward
+from tests.small_model import (
+    CFG,
+    EVERYTHING,
+    SITE_LAYERS,
+    UNOPTIMIZED,
+    masters,
+    quick_forward,
+)
 from trace_jax.guidance import record
 from trace_jax.models import packing
 from trace_jax.rollout import log_probs
 from trace_jax.rollout.sampler import Sampler
 
 FLOAT32 = jnp.dtype("float32")
-RECORDING = record.recording("low1", ("*",), "latter_half", CFG.num_layers, EVERYTHING)
+RECORDING = record.recording("low1", ("*",), "latter_half", SITE_LAYERS, EVERYTHING)
 AUDIT = dataclasses.replace(
-    record.recording("codes", ("*",), "all", CFG.num_layers, EVERYTHING), sequences=2
+    record.recording("codes", ("*",), "all", SITE_LAYERS, EVERYTHING), sequences=2
 )
 STOP, PAD = (3, 17), 0
 SAMPLER = Sampler(
@@ -176,8 +183,8 @@ def test_stop_tokens_are_optional():
 def test_record_lines_up_with_the_tokens_of_training():
     """The low bits kept of the latter half are those of the audit's full codes, token by token."""
     rollout = sample()
-    assert (rollout.guidance.first_layer, rollout.guidance.last_layer) == (1, 2)
-    assert (rollout.audit.first_layer, rollout.audit.last_layer) == (0, 2)
+    assert {layers for _, layers in rollout.guidance.layers} == {(1,)}
+    assert {layers for _, layers in rollout.audit.layers} == {(0, 1)}
     reduced = record.reduce(rollout.audit, dataclasses.replace(RECORDING, sequences=2))
     first = jax.tree.map(lambda a: a[:, :2], rollout.guidance)
     assert jax.tree.all(jax.tree.map(np.array_equal, first, reduced))

@@ -63,7 +63,7 @@ def test_guided_gradient_on_eight_devices_is_that_of_one():
     @functools.partial(jax.jit, compiler_options=small_model.UNOPTIMIZED)
     def gradient(params, tokens_BT, routes_BLTA, guides_BL):
         guides = jax.tree.map(lambda a: a.swapaxes(0, 1), guides_BL)
-        guidance = Guidance(guides, half.first_layer, half.last_layer)
+        guidance = Guidance(guides, half.layers)
 
         def loss(params):
             out = decoder.forward(

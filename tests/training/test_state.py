@@ -38,7 +38,7 @@ def test_masters_lie_where_the_rules_say():
     mesh = meshes.make_mesh({"data": 1, "fsdp": 2, "expert": 2, "tensor": 2})
     placed = train_state.parameter_shardings(CFG, masters(), mesh)
     specs = jax.tree.map(lambda sharding: sharding.spec, placed)
-    experts, attention = specs["layers"]["experts"], specs["layers"]["attention"]
+    experts, attention = specs["layers_0"]["0"]["experts"], specs["layers_0"]["0"]["attention"]
     assert experts["gate_up"] == P(None, "expert", "tensor", "fsdp")
     assert experts["down"] == P(None, "expert", "fsdp", "tensor")
     assert experts["router"] == P(None, "expert", "fsdp")

@@ -10,22 +10,22 @@ import optax
 import pytest
 
 from tests.rl import tiny_run
-from tests.small_model import CFG, EVERYTHING, masters, tokens
+from tests.small_model import CFG, EVERYTHING, SITE_LAYERS, masters, tokens
+from trace_jax.formats import e2m1
 from trace_jax.guidance import record
-from trace_jax.guidance.mismatch import Mismatch
 from trace_jax.guidance.policy import NOTHING
 from trace_jax.guidance.record import Guidance
 from trace_jax.models import decoder, packing
 from trace_jax.models.layer_context import EngineNoise
 from trace_jax.rollout.sampler import Sampler
 from trace_jax.training import state as train_state
-from trace_jax.training.step import TrainBatch, Trainer, WarmUp, out_of_bracket_rate, valid_inputs
+from trace_jax.training.step import TrainBatch, Trainer, WarmUp, valid_inputs
 
 BF16 = jnp.dtype("bfloat16")
 SITES = ("attention/*", "experts/in")
-LOW1 = record.recording("low1", SITES, "all", CFG.num_layers, EVERYTHING)
+LOW1 = record.recording("low1", SITES, "all", SITE_LAYERS, EVERYTHING)
 AUDIT = dataclasses.replace(
-    record.recording("codes", SITES, "all", CFG.num_layers, EVERYTHING), sequences=6
+    record.recording("codes", SITES, "all", SITE_LAYERS, EVERYTHING), sequences=6
 )
 SAMPLER = Sampler(CFG, EVERYTHING, BF16, 6, (3,), 0, recording=LOW1, audit=AUDIT)
 TRAINER = Trainer(
@@ -220,24 +220,38 @@ def test_inputs_that_the_rollout_computed(rollout):
         assert row.tolist() == [1] * (length - 1) + [0] * (len(row) - length + 1)
 
 
-def test_out_of_bracket_counts_guided_sites_and_layers_only():
-    def sums(codes, values):
-        zero = np.zeros(3)
-        return Mismatch(np.array(codes), np.array(values), zero, zero, zero, zero)
+def test_out_of_bracket_counts_guided_sites_and_layers_only(batch):
+    """Under a guide of the last layer and two sites: their codes that differ, of all of theirs."""
+    kept = tuple((site, (1,)) for site in ("attention/k", "experts/in"))
+    guides = {site: jax.tree.map(lambda a: a[1:], batch.rollout.guidance.guides[site])
+              for site, _ in kept}  # fmt: skip
+    rollout = dataclasses.replace(batch.rollout, guidance=Guidance(guides, kept))
+    noisy = dataclasses.replace(TRAINER, engine_noise=0.05)
+    out = jax.jit(noisy.forward)(masters(), rollout, batch.noise_key)
+    metrics = jax.jit(noisy.mismatch_metrics)(out, rollout)
+    valid_BT = np.asarray(valid_inputs(rollout))[:6].astype(bool)
+    differ = [
+        (ours != theirs)[valid_BT]
+        for site, _ in kept
+        for ours, theirs in [
+            (unpacked(out.recorded[0].guides[site], 1), unpacked(rollout.audit.guides[site], 1))
+        ]
+    ]
+    expected = sum(d.sum() for d in differ) / sum(d.size for d in differ)
+    assert 0 < expected < 0.5
+    assert metrics["guidance/out_of_bracket_rate"] == pytest.approx(expected, rel=1e-5)
+    assert metrics["mismatch/code_rate"] > metrics["guidance/out_of_bracket_rate"]
 
-    sites = {
-        "attention/k": sums([9, 1, 2], [10, 10, 10]),
-        "experts/in": sums([9, 3, 0], [10, 30, 30]),
-        "attention/v": sums([9, 9, 9], [10, 10, 10]),  # compared, but not guided
-    }
-    guides = dict.fromkeys(("attention/k", "experts/in", "experts/mid"))  # the last: not compared
-    assert out_of_bracket_rate(sites, Guidance(guides, 1, 3)) == (1 + 2 + 3 + 0) / (20 + 60)
+
+def unpacked(guide, layer):
+    """Codes of one layer, one a byte."""
+    return np.asarray(e2m1.unpack_bits(guide.bits[layer], 4))
 
 
 @pytest.mark.parametrize("sites", [("*",), ("experts/mid",)])
 def test_guiding_sites_that_are_not_audited(sites):
     """The hidden rows of experts have no full codes to compare with; guiding them must not fail."""
-    recording = record.recording("low1", sites, "all", CFG.num_layers, EVERYTHING)
+    recording = record.recording("low1", sites, "all", SITE_LAYERS, EVERYTHING)
     sampler = dataclasses.replace(SAMPLER, recording=recording)
     packed = jax.eval_shape(lambda: packing.pack(masters(), EVERYTHING, BF16))
     ids = jax.ShapeDtypeStruct((B,), jnp.int32)

@@ -10,14 +10,26 @@ import jax
 import jax.numpy as jnp
 
 from trace_jax.formats.block_scaled import BLOCK, BlockScaled
-from trace_jax.guidance.policy import NOTHING, SITES, UNQUANTIZED, WEIGHT_SITE, Policy
-from trace_jax.models import cache, decoder, packing
-from trace_jax.models.config import ModelConfig
+from trace_jax.guidance.policy import NOTHING, STATE, UNQUANTIZED, WEIGHT_SITE, Policy
+from trace_jax.models import architecture, cache, decoder, packing
+from trace_jax.models.architecture import ATTENTION, DELTA_NET, ModelConfig
 
-# Parameters outside every site by name -> what the table calls them.
-OUTSIDE = {"router": "router", "scale": "norms", "embed": "embedding", "head": "head"}
-LOOKED_UP = ("embed", "scale")  # in no matrix product
-ROUTED = ("gate_up", "down")  # a token multiplies its chosen experts only
+# Parameters outside every site, by leaf or by module -> what the table calls them.
+OUTSIDE = {
+    "scale": "norms",
+    "router": "router",
+    "gate": "shared expert's gate",
+    "delta_net": "DeltaNet, small",
+    "indexer": "indexer",
+    "mixer_connection": "hyper-connections",
+    "feed_forward_connection": "hyper-connections",
+    "final_mixer": "hyper-connections",
+    "table": "n-gram table",
+    "ngram": "n-gram embedding",
+    "embed": "embedding",
+}
+LOOKED_UP = ("embed", "scale", "table", "A_log", "dt_bias")  # in no product
+ROUTED = ("experts/gate_up", "experts/down")  # a token multiplies its chosen experts only
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,12 +50,13 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Coverage:
-    """What is in FP4, part by part: the sites in the order of SITES, then what lies outside."""
+    """What is in FP4, part by part: the model's sites in order, then what lies outside."""
 
     parts: tuple[Part, ...]
     kv_length: int  # positions attended, tokens
-    kv_bytes_per_token: int  # K and V of all layers, with scales
+    kv_bytes_per_token: int  # K and V (and index keys) of all layers, with scales
     kv_bytes_per_token_bf16: int  # the same, nothing quantized
+    state_bytes: int  # recurrent state and tails of one sequence, whatever its length
 
     def total(self, quantity: str) -> int:
         """The sum over parts of "parameters", "weight_bytes" or "flops"."""
@@ -69,29 +82,37 @@ def coverage(policy: Policy, cfg: ModelConfig, kv_length: int) -> Coverage:
     """
     if kv_length < 1:
         raise ValueError(f"kv_length={kv_length}: must be at least 1, the token itself")
-    parts = {site: Part(site, policy.fmt(site) or UNQUANTIZED) for site in SITES}
+    fmt_of = lambda site: policy.fmt(site) or ("float32" if site == STATE else UNQUANTIZED)
+    parts = {site: Part(site, fmt_of(site)) for site in architecture.sites(cfg)}
 
     masters = jax.eval_shape(lambda key: decoder.init(cfg, key), jax.random.key(0))
     packed = jax.eval_shape(lambda params: packing.pack(params, policy, jnp.bfloat16), masters)
     rollout_leaves = jax.tree.leaves(packed, is_leaf=lambda leaf: isinstance(leaf, BlockScaled))
     named = jax.tree.leaves_with_path(masters)
     for (path, master), leaf in zip(named, rollout_leaves, strict=True):
-        weight = path[-1].key
-        name = WEIGHT_SITE.get(weight) or OUTSIDE[weight]
+        weight, own = packing.weight_name(path), path[-1].key
+        name = WEIGHT_SITE.get(weight) or OUTSIDE.get(own) or OUTSIDE[path[-2].key]
         fmt = policy.weight_fmt(weight)
         if fmt is None:
-            fmt = "float32" if weight in packing.FLOAT32 else UNQUANTIZED
-        used = 0 if weight in LOOKED_UP else master.size
+            fmt = "float32" if own in packing.FLOAT32 else UNQUANTIZED
+        used = 0 if own in LOOKED_UP else master.size
         if weight in ROUTED:
             used = used // cfg.num_experts * cfg.num_experts_per_token
         parts[name] = _add(parts.get(name, Part(name, fmt)), master.size, _bytes(leaf), 2 * used)
 
-    products = 2 * cfg.num_layers * cfg.num_heads * cfg.head_dim * kv_length
-    for site in ("attention/k", "attention/v"):
+    attention, delta = (len(architecture.layers_with(cfg, m)) for m in (ATTENTION, DELTA_NET))
+    for site in ("attention/k", "attention/v") if attention else ():
+        products = 2 * attention * cfg.num_heads * cfg.head_dim * kv_length
         parts[site] = _add(parts[site], flops=products)
+    if delta:  # read by the key, written, read by the query
+        products = 3 * 2 * delta * cfg.delta_net.value_width * cfg.delta_net.key_head_dim
+        parts[STATE] = _add(parts[STATE], flops=products)
 
-    in_order = tuple(parts[name] for name in (*SITES, *OUTSIDE.values()))
-    return Coverage(in_order, kv_length, _kv_bytes(policy, cfg), _kv_bytes(NOTHING, cfg))
+    inside = [name for name in parts if name not in OUTSIDE.values()]
+    outside = [name for name in dict.fromkeys(OUTSIDE.values()) if name in parts]
+    in_order = tuple(parts[name] for name in (*inside, *outside))
+    kv_bytes, state_bytes = _cache_bytes(policy, cfg)
+    return Coverage(in_order, kv_length, kv_bytes, _cache_bytes(NOTHING, cfg)[0], state_bytes)
 
 
 def table(of: Coverage) -> str:
@@ -116,6 +137,7 @@ def table(of: Coverage) -> str:
     lines += [
         f"weights: {weights:,} B, {weights / of.weight_bytes_bf16:.3f} of BF16",
         f"KV cache: {kv:,} B a token, {kv / of.kv_bytes_per_token_bf16:.3f} of BF16",
+        *([f"recurrent state: {of.state_bytes:,} B a sequence"] if of.state_bytes else []),
         f"FLOPs: those of decode, {of.kv_length:,} positions attended",
     ]
     return "\n".join(lines)
@@ -130,9 +152,10 @@ def _add(part: Part, parameters: int = 0, weight_bytes: int = 0, flops: int = 0)
     )
 
 
-def _kv_bytes(policy: Policy, cfg: ModelConfig) -> int:
-    """Bytes of one token's K and V in all layers."""
-    return _bytes(jax.eval_shape(lambda: cache.empty(cfg, policy, 1, 1, jnp.bfloat16)))
+def _cache_bytes(policy: Policy, cfg: ModelConfig) -> tuple[int, int]:
+    """Bytes of one token's keys and values in all layers, and of one sequence's recurrent state."""
+    held = jax.eval_shape(lambda: cache.empty(cfg, policy, 1, 1, jnp.bfloat16))
+    return _bytes((held.k, held.v, held.index_keys)), _bytes((held.delta, held.ngram))
 
 
 def _bytes(tree) -> int:

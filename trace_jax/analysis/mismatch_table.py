@@ -17,7 +17,7 @@ from trace_jax.analysis.plots import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, V
 from trace_jax.guidance import mismatch, record
 from trace_jax.guidance.policy import NOTHING, Policy
 from trace_jax.guidance.record import Recording
-from trace_jax.models import packing
+from trace_jax.models import architecture, packing
 from trace_jax.rl import batches, gap
 from trace_jax.rl.evaluation import on_mesh
 from trace_jax.rl.settings import Settings
@@ -51,7 +51,7 @@ class Arm:
 
 def arms(settings: Settings) -> list[Arm]:
     """The methods, and between them what tells routes from rounding and layers from encoding."""
-    quantized, layers = settings.quantized, settings.cfg.num_layers
+    quantized, layers = settings.quantized, architecture.site_layers(settings.cfg)
 
     def guided(name, encoding, share):
         kept = record.recording(encoding, guided_patterns(settings), share, layers, quantized)
@@ -74,7 +74,7 @@ def guided_patterns(settings: Settings) -> tuple[str, ...]:
 
 def full_recording(settings: Settings) -> Recording:
     """Full codes of all guided sites and layers."""
-    sites, layers = guided_patterns(settings), settings.cfg.num_layers
+    sites, layers = guided_patterns(settings), architecture.site_layers(settings.cfg)
     return record.recording("codes", sites, "all", layers, settings.quantized)
 
 
@@ -103,11 +103,12 @@ def measure(settings: Settings, params: dict, rollout: Rollout, arm: Arm, noise:
     row = {"method": arm.name, "noise": noise}
     row |= {name.split("/")[1]: float(value) for name, value in gap_metrics.items()}
     if sites:
-        by_layer = mismatch.add(list(sites.values()))
-        half = settings.cfg.num_layers // 2
-        latter = jax.tree.map(lambda a: a[half:].sum(), by_layer)
-        row["code_rate_latter_half"] = float(latter.code_rate)
-        row["code_rate_by_layer"] = by_layer.code_rate.tolist()
+        depth, present = settings.cfg.num_layers, rollout.audit.layers
+        in_layers = lambda kept: mismatch.of_layers(
+            sites, present, tuple((site, tuple(kept)) for site in sites)
+        )
+        row["code_rate_latter_half"] = float(in_layers(range(depth // 2, depth)).code_rate)
+        row["code_rate_by_layer"] = [float(in_layers([i]).code_rate) for i in range(depth)]
         row["code_rate_by_site"] = {
             site: float(jax.tree.map(np.sum, m).code_rate) for site, m in sites.items()
         }
@@ -129,7 +130,7 @@ def compare(trainer: Trainer, params: dict, rollout: Rollout) -> tuple[dict, dic
 
 def self_replay(settings: Settings, params: dict, rollout: Rollout, encoding: str) -> dict:
     """A row that must be exactly zero: the trainer's own forward, recorded and then replayed."""
-    full, layers = full_recording(settings), settings.cfg.num_layers
+    full, layers = full_recording(settings), architecture.site_layers(settings.cfg)
     trainer = dataclasses.replace(
         settings.trainer(), policy=settings.quantized, replay_routes=True, audit=full,
         engine_noise=0.0,

@@ -16,7 +16,8 @@ from trace_jax.formats.block_scaled import BLOCK
 from trace_jax.guidance import quantizer
 from trace_jax.guidance.quantizer import Guide
 from trace_jax.guidance.record import Guidance
-from trace_jax.models.config import ModelConfig
+from trace_jax.models import architecture
+from trace_jax.models.architecture import ModelConfig
 
 CLOCKS = {"cpu": time.process_time, "wall": time.perf_counter}
 SHORTEST = 0.4  # seconds of processor time that a run is made to last, by calling again
@@ -75,17 +76,12 @@ def site_bytes(guidance: Guidance, cfg: ModelConfig) -> dict[str, dict[str, floa
 
     Raises ValueError where the two differ.
     """
-    D, C, H, K = cfg.hidden_size, cfg.head_dim, cfg.num_heads, cfg.num_kv_heads
-    rows_and_width = {
-        "attention/in": (1, D),
-        "attention/k": (K, C),
-        "attention/v": (K, C),
-        "attention/out": (1, H * C),
-        "experts/in": (1, D),
-        "experts/mid": (cfg.num_experts_per_token, cfg.moe_intermediate_size),
-    }
+    sites = architecture.sites(cfg)
     found = {
-        site: {"held": _held(guide), "formula": _formula(*rows_and_width[site], guide)}
+        site: {
+            "held": _held(guide),
+            "formula": _formula(sites[site].rows, sites[site].width, guide),
+        }
         for site, guide in guidance.guides.items()
     }
     for site, of in found.items():

@@ -11,11 +11,12 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from trace_jax.formats import block_scaled
 from trace_jax.formats.block_scaled import BlockScaled
 from trace_jax.guidance.quantizer import Guide
-from trace_jax.guidance.record import Guidance
+from trace_jax.guidance.record import Guidance, SiteLayers
 
 
 @jax.tree_util.register_dataclass
@@ -59,8 +60,22 @@ def compare(ours: Guidance, rollout: Guidance, valid_BT: jax.Array) -> dict[str,
 
 
 def add(mismatches: list[Mismatch]) -> Mismatch:
-    """The sum of several."""
+    """The sum of several of the same layers."""
     return jax.tree.map(lambda *sums: sum(sums), *mismatches)
+
+
+def of_layers(sites: dict[str, Mismatch], present: SiteLayers, wanted: SiteLayers) -> Mismatch:
+    """The sum over sites and layers of `wanted`, from the Mismatch of the sites of `present`.
+
+    What `present` lacks is left out. Shape ().
+    """
+    total = jax.tree.map(jnp.zeros_like, next(iter(sites.values())).total())
+    for site, layers in wanted:
+        rows = [row for row, layer in enumerate(dict(present).get(site, ())) if layer in layers]
+        if rows:
+            picked = jax.tree.map(lambda a, rows=rows: a[np.array(rows)].sum(), sites[site])
+            total = add([total, picked])
+    return total
 
 
 def _compare_site(ours: Guide, rollout: Guide, valid_BT: jax.Array) -> Mismatch:

@@ -1,15 +1,21 @@
-"""What is quantized: an ordered list of rules, resolved once to a format for each site.
+"""What is quantized: an ordered list of rules, resolved once to a format for each site of a model.
 
 A site is one quantized tensor of a layer together with the weights it multiplies:
 
-    attention/in   normed input of the attention projections   with weights q, k, v
-    attention/k    K after K-norm and RoPE, as cached           (no weight)
-    attention/v    V, as cached                                 (no weight)
-    attention/out  concatenated heads                           with weight o
-    experts/in     normed input of the routed experts           with weights gate and up
-    experts/mid    silu(gate) * up of each chosen expert        with weight down
+    attention/in       normed input of the attention projections  with weights q, k, v
+    attention/k        K after K-norm and RoPE, as cached          (no weight)
+    attention/v        V, as cached                                (no weight)
+    attention/out      concatenated heads, gated where they are    with weight o
+    delta_net/in       normed input of the DeltaNet projections    with weights qkv and z
+    delta_net/state    the recurrent state after each token        (no weight; an experiment)
+    delta_net/out      normed and gated heads                      with weight out
+    experts/in         normed input of the routed experts          with weights gate and up
+    experts/mid        silu(gate) * up of each chosen expert       with weight down
+    shared_expert/in, shared_expert/mid, mlp/in, mlp/mid           the same, of the dense blocks
+    head/in            the last norm's output                      with the head
 
-Everything else (router, norms, embedding, head) stays in the compute dtype.
+Which of them a model has, its architecture says (models/architecture.py). Everything else (router,
+gates, norms, convolutions, embedding) stays as it is. A pattern never reaches the sites of BY_NAME.
 """
 
 import dataclasses
@@ -25,16 +31,34 @@ SITES = (
     "attention/k",
     "attention/v",
     "attention/out",
+    "delta_net/in",
+    "delta_net/state",
+    "delta_net/out",
     "experts/in",
     "experts/mid",
+    "shared_expert/in",
+    "shared_expert/mid",
+    "mlp/in",
+    "mlp/mid",
+    "head/in",
 )
-WEIGHT_SITE = {  # a layer's weights by name -> the site whose input they multiply
-    "q": "attention/in",
-    "k": "attention/in",
-    "v": "attention/in",
-    "o": "attention/out",
-    "gate_up": "experts/in",
-    "down": "experts/mid",
+STATE = "delta_net/state"
+BY_NAME = (STATE, "head/in")
+WEIGHT_SITE = {  # a weight, "module/name" -> the site whose input it multiplies
+    "attention/q": "attention/in",
+    "attention/k": "attention/in",
+    "attention/v": "attention/in",
+    "attention/o": "attention/out",
+    "delta_net/qkv": "delta_net/in",
+    "delta_net/z": "delta_net/in",
+    "delta_net/out": "delta_net/out",
+    "experts/gate_up": "experts/in",
+    "experts/down": "experts/mid",
+    "shared_expert/gate_up": "shared_expert/in",
+    "shared_expert/down": "shared_expert/mid",
+    "mlp/gate_up": "mlp/in",
+    "mlp/down": "mlp/mid",
+    "head": "head/in",
 }
 UNQUANTIZED = "bf16"
 
@@ -57,47 +81,53 @@ class Policy:
         return dict(self.formats).get(site)
 
     def weight_fmt(self, weight: str) -> str | None:
-        """The format of a weight by its name, or None where it stays in the compute dtype."""
+        """The format of a weight (a key of WEIGHT_SITE), or None where it is not quantized."""
         return self.fmt(WEIGHT_SITE.get(weight, ""))
 
     @property
     def sites(self) -> tuple[str, ...]:
-        """The sites that have codes, quantized or observed."""
-        return tuple(site for site, _ in self.formats + self.observed)
+        """The sites whose codes can be recorded, quantized or observed: all but the state."""
+        return tuple(site for site, _ in self.formats + self.observed if site != STATE)
 
 
 NOTHING = Policy()
 
 
-def matching(patterns: Iterable[str], among: Iterable[str] = SITES) -> tuple[str, ...]:
+def matching(patterns: Iterable[str], among: Iterable[str]) -> tuple[str, ...]:
     """The sites, in the order of `among`, that a pattern names ('*' matches anything).
 
     Raises ValueError for a pattern that matches nothing, with the closest site.
     """
-    among = tuple(among)
-    patterns = tuple(patterns)
+    among, patterns = tuple(among), tuple(patterns)
+
+    def match(site, pattern):
+        return site == pattern or (site not in BY_NAME and fnmatch.fnmatchcase(site, pattern))
+
     for pattern in patterns:
-        if not fnmatch.filter(among, pattern):
+        if not any(match(site, pattern) for site in among):
             close = difflib.get_close_matches(pattern, among, n=1, cutoff=0) or among or ("none",)
             raise ValueError(
                 f"site pattern {pattern!r} matches nothing; sites: {', '.join(among) or 'none'}; "
                 f"closest: {close[0]!r}"
             )
-    return tuple(site for site in among if any(fnmatch.fnmatch(site, p) for p in patterns))
+    return tuple(site for site in among if any(match(site, pattern) for pattern in patterns))
 
 
-def resolve(rules: Rules) -> Policy:
+def resolve(rules: Rules, among: Iterable[str]) -> Policy:
     """The Policy of an ordered list of (site pattern, format or 'bf16'); the first match decides.
 
-    Raises ValueError for a pattern that matches nothing or an unknown format.
+    among: the sites that the model has (`architecture.sites`). Raises ValueError for a pattern that
+    matches none of them, or an unknown format.
     """
+    among = tuple(among)
     chosen: dict[str, str] = {}
     for pattern, fmt in rules:
         if fmt != UNQUANTIZED:
             check_format(fmt)
-        for site in matching([pattern]):
+        for site in matching([pattern], among):
             chosen.setdefault(site, fmt)
-    return Policy(tuple((s, chosen[s]) for s in SITES if chosen.get(s, UNQUANTIZED) != UNQUANTIZED))
+    kept = ((site, chosen.get(site, UNQUANTIZED)) for site in among)
+    return Policy(tuple((site, fmt) for site, fmt in kept if fmt != UNQUANTIZED))
 
 
 def block(fmt: str) -> int:

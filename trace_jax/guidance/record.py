@@ -1,17 +1,23 @@
 """Guidance: the rollout's record of its own rounding, as a pytree that travels with the tokens.
 
 A Recording says what to keep (static); a Guidance holds it: for each site a Guide whose arrays have
-leading axes [layers, sequences, tokens]. It is written by the sampling loop and read by training.
+leading axes [layers kept, sequences, tokens]. It is written by the sampling loop and read by
+training. Which layers have a site, the model says; which of these are kept, the Recording.
 """
 
 import dataclasses
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from trace_jax.formats.block_scaled import BlockScaled
 from trace_jax.guidance import policy, quantizer
 from trace_jax.guidance.quantizer import Guide
+
+SiteLayers = tuple[tuple[str, tuple[int, ...]], ...]  # (site, its layers) in the order of sites
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,14 +25,18 @@ class Recording:
     """What a forward keeps of its own rounding. Static and hashable."""
 
     encoding: str
-    sites: tuple[str, ...]
-    first_layer: int
-    last_layer: int  # exclusive
+    layers: SiteLayers
     sequences: int | None = None  # keep only the first few of the batch (an audit); None: all
 
-    def encode(self, quantized: dict[str, BlockScaled]) -> dict[str, Guide]:
-        """The Guides of one layer's quantized tensors, for the recorded sites and sequences."""
-        guides = {site: quantizer.encode(quantized[site], self.encoding) for site in self.sites}
+    @property
+    def sites(self) -> tuple[str, ...]:
+        """The sites recorded."""
+        return tuple(site for site, _ in self.layers)
+
+    def encode(self, quantized: Mapping[str, BlockScaled]) -> dict[str, Guide]:
+        """The Guides of one layer's quantized tensors, for those recorded and their sequences."""
+        kept = [site for site in self.sites if site in quantized]
+        guides = {site: quantizer.encode(quantized[site], self.encoding) for site in kept}
         return jax.tree.map(lambda a: a[: self.sequences], guides)
 
 
@@ -40,20 +50,39 @@ LAYERS = {  # name -> [first, last) of n layers
 
 
 def recording(
-    encoding: str, patterns: tuple[str, ...], layers: str, num_layers: int, quantized: policy.Policy
+    encoding: str,
+    patterns: tuple[str, ...],
+    share: str,
+    site_layers: Mapping[str, tuple[int, ...]],
+    quantized: policy.Policy,
 ) -> Recording:
     """The Recording of the quantized sites that the patterns name, in the named share of layers.
 
-    Raises ValueError for an unknown encoding or share, a share that is empty at this depth, and a
-    pattern that matches no quantized site.
+    site_layers: the layers that have each site (`architecture.site_layers`). A site that has none
+    in the share is left out. Raises ValueError for an unknown encoding or share, a share in which
+    no site is left, and a pattern that matches no quantized site.
     """
     quantizer.check_encoding(encoding)
-    if layers not in LAYERS:
-        raise ValueError(f"guidance.layers={layers!r}: choose one of {sorted(LAYERS)}")
-    first, last = LAYERS[layers](num_layers)
-    if first == last:
-        raise ValueError(f"guidance.layers={layers!r} of {num_layers} layers is none; choose 'all'")
-    return Recording(encoding, policy.matching(patterns, quantized.sites), first, last)
+    if share not in LAYERS:
+        raise ValueError(f"guidance.layers={share!r}: choose one of {sorted(LAYERS)}")
+    depth = 1 + max(max(layers) for layers in site_layers.values())
+    kept = range(*LAYERS[share](depth))
+    sites = policy.matching(patterns, quantized.sites)
+    layers = {site: tuple(i for i in site_layers[site] if i in kept) for site in sites}
+    found = tuple((site, kept) for site, kept in layers.items() if kept)
+    if not found:
+        raise ValueError(
+            f"guidance.layers={share!r} of {depth} layers has none of {', '.join(sites)}; "
+            "choose 'all'"
+        )
+    return Recording(encoding, found)
+
+
+class LayerGuide(NamedTuple):
+    """The Guide of one site in one layer, and whether it is that layer's own."""
+
+    guide: Guide
+    covers: jax.Array | bool  # False: the layer was not recorded, and the guide is another's
 
 
 @jax.tree_util.register_dataclass
@@ -62,21 +91,36 @@ class Guidance:
     """Recorded rounding of a batch: Guides by site, arrays [layers kept, B, T, ...]."""
 
     guides: dict[str, Guide]
-    first_layer: int = dataclasses.field(metadata=dict(static=True))
-    last_layer: int = dataclasses.field(metadata=dict(static=True))
+    layers: SiteLayers = dataclasses.field(metadata=dict(static=True))
 
-    def at_layer(self, layer: jax.Array) -> dict[str, Guide]:
-        """The Guides [B, T, ...] of a layer (clamped to the recorded ones)."""
-        kept = self.last_layer - self.first_layer
-        index = jnp.clip(layer - self.first_layer, 0, kept - 1)
-        pick = lambda a: jax.lax.dynamic_index_in_dim(a, index, 0, keepdims=False)
-        return jax.tree.map(pick, self.guides)
+    def at_layer(self, layer: jax.Array, among: tuple[int, ...]) -> dict[str, LayerGuide]:
+        """The guides of a layer, known to be one of `among`, for the sites recorded in any of them.
 
-    def covers(self, layer: jax.Array, num_layers: int) -> jax.Array | bool:
-        """Whether a layer is recorded; the Python value True where every layer is."""
-        if (self.first_layer, self.last_layer) == (0, num_layers):
-            return True
-        return (layer >= self.first_layer) & (layer < self.last_layer)
+        `covers` is the Python value True where all of `among` are recorded, so that no branch is
+        compiled.
+        """
+        found = {}
+        for site, kept in self.layers:
+            shared = set(among) & set(kept)
+            if shared:
+                row = np.minimum(np.searchsorted(kept, np.arange(max(among) + 1)), len(kept) - 1)
+                pick = lambda a, row=row: jax.lax.dynamic_index_in_dim(
+                    a, jnp.asarray(row)[layer], 0, keepdims=False
+                )
+                covers = shared == set(among) or jnp.isin(layer, jnp.asarray(kept))
+                found[site] = LayerGuide(jax.tree.map(pick, self.guides[site]), covers)
+        return found
+
+
+def keep(record: Recording, guides: dict[str, Guide], site_layers: SiteLayers) -> Guidance:
+    """The Guidance of what is recorded, from Guides [layers, B, T, ...] of all layers of a site."""
+    present = dict(site_layers)
+
+    def kept(site, layers):
+        rows = [present[site].index(layer) for layer in layers]
+        return jax.tree.map(lambda a: a[rows[0] : rows[-1] + 1], guides[site])
+
+    return Guidance({site: kept(site, layers) for site, layers in record.layers}, record.layers)
 
 
 def bytes_per_token(guidance: Guidance) -> float:
@@ -92,17 +136,10 @@ def reduce(full: Guidance, recording: Recording) -> Guidance:
     full: Guidance in the encoding "codes" that holds the recording's sites and layers.
     """
 
-    def one(guide: Guide) -> Guide:
+    def encode(guide: Guide) -> Guide:
         q = BlockScaled(guide.bits, guide.scales, guide.outer, guide.fmt)
         return quantizer.encode(q, recording.encoding)
 
-    layers = slice(
-        recording.first_layer - full.first_layer, recording.last_layer - full.first_layer
-    )
-    kept = {site: full.guides[site] for site in recording.sites}
-    kept = jax.tree.map(lambda a: a[layers, : recording.sequences], kept)
-    return Guidance(
-        {site: one(guide) for site, guide in kept.items()},
-        recording.first_layer,
-        recording.last_layer,
-    )
+    kept = keep(recording, full.guides, full.layers)
+    first = jax.tree.map(lambda a: a[:, : recording.sequences], kept.guides)
+    return Guidance({site: encode(guide) for site, guide in first.items()}, recording.layers)

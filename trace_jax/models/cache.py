@@ -1,11 +1,15 @@
-"""The KV cache: keys and values of every layer, packed FP4 or in the compute dtype.
+"""What decoding remembers: keys and values, packed FP4 or not, and recurrent state.
 
-Layout [L, B, K, S, C]: it is carried through the layer scan and only the new rows are written, so
-no step copies it (measured: other layouts, or the cache as scanned input, cost one to three
-copies). Narrow floats are held as integers of the same bits for the same reason (formats/bits.py).
+Keys and values lie as [A, B, K, S, C] over the A attention layers: they are carried through the
+layer scan and only the new rows are written, so no step copies them (measured: other layouts, or
+the cache as scanned input, cost one to three copies). Narrow floats are held as integers of the
+same bits for the same reason (formats/bits.py). DeltaNet layers hold a state and a convolution tail
+instead, whose size does not grow; sparse attention also holds its index keys, n-gram embeddings the
+last tokens and a tail.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,70 +18,114 @@ from trace_jax.formats import bits, block_scaled
 from trace_jax.formats import quantize as formats
 from trace_jax.formats.block_scaled import BlockScaled, Operand
 from trace_jax.guidance.policy import Policy
-from trace_jax.models.config import ModelConfig
+from trace_jax.models import ngram_embedding
+from trace_jax.models.architecture import ATTENTION, DELTA_NET, ModelConfig, layers_with
+from trace_jax.models.delta_net import DeltaState
+from trace_jax.models.ngram_embedding import NgramState
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class KVCache:
-    """Keys and values [L, B, K, S, C]: each a BlockScaled or an array, in the dtypes of `bits`."""
+class Cache:
+    """The memory of `batch` sequences. A part that the model has no layers for is None."""
 
-    k: BlockScaled | jax.Array
-    v: BlockScaled | jax.Array
+    k: BlockScaled | jax.Array | None  # [A, B, K, S, C], in the dtypes of `bits`
+    v: BlockScaled | jax.Array | None
+    index_keys: jax.Array | None  # [A, B, S, Ci] of sparse attention, compute dtype
+    delta: DeltaState | None  # stacked over the DeltaNet layers
+    ngram: NgramState | None  # stacked over the layers with an n-gram embedding
+    length: int = dataclasses.field(metadata=dict(static=True))  # tokens a sequence can hold
 
-    @property
-    def length(self) -> int:
-        """Positions a sequence can hold (tokens)."""
-        return self.k.shape[3]
 
+def empty(cfg: ModelConfig, policy: Policy, batch: int, length: int, dtype: jnp.dtype) -> Cache:
+    """A Cache that remembers nothing, for `batch` sequences of up to `length` tokens."""
+    attention, delta = (len(layers_with(cfg, mixer)) for mixer in (ATTENTION, DELTA_NET))
+    shape = (attention, batch, cfg.num_kv_heads, length)
 
-def empty(
-    cfg: ModelConfig, policy: Policy, batch: int, length: int, dtype: jnp.dtype
-) -> KVCache:
-    """A KVCache of zeros for `batch` sequences of up to `length` tokens."""
-    shape = (cfg.num_layers, batch, cfg.num_kv_heads, length)
-
-    def zeros(site):
+    def rows(site):
         fmt = policy.fmt(site)
         one = lambda x: x.astype(dtype) if fmt is None else formats.quantize(x, fmt)
         row = jax.eval_shape(one, jnp.zeros(cfg.head_dim))
         return jax.tree.map(lambda a: jnp.zeros(shape + a.shape, bits.dtype_of(a.dtype)), row)
 
-    return KVCache(zeros("attention/k"), zeros("attention/v"))
+    def zeros(layers, *shape):
+        return jnp.zeros((layers, batch, *shape), jnp.float32)
+
+    d, n = cfg.delta_net, cfg.ngram
+    keys = (attention, batch, length, cfg.indexer.head_dim) if cfg.indexer else None
+    return Cache(
+        k=rows("attention/k") if attention else None,
+        v=rows("attention/v") if attention else None,
+        index_keys=jnp.zeros(keys, bits.dtype_of(dtype)) if keys else None,
+        delta=DeltaState(
+            zeros(delta, d.num_value_heads, d.key_head_dim, d.value_head_dim),
+            zeros(delta, d.conv_size - 1, d.conv_width),
+        )
+        if d
+        else None,
+        ngram=jax.tree.map(
+            lambda a: jnp.broadcast_to(a, (len(n.layers), *a.shape)),
+            ngram_embedding.empty(cfg, batch),
+        )
+        if n
+        else None,
+        length=length,
+    )
+
+
+def at_row(stacked: Any, row: jax.Array) -> Any:
+    """The arrays of one layer of a tree that is stacked over layers."""
+    pick = lambda a: jax.lax.dynamic_index_in_dim(a, row, 0, keepdims=False)
+    return jax.tree.map(pick, stacked)
+
+
+def with_row(stacked: Any, row: jax.Array, new: Any) -> Any:
+    """The stacked tree with one layer's arrays replaced, in place under jit."""
+    put = lambda a, b: jax.lax.dynamic_update_index_in_dim(a, b.astype(a.dtype), row, 0)
+    return jax.tree.map(put, stacked, new)
 
 
 def write(
-    cache: KVCache,
-    layer: jax.Array,
+    cache: Cache,
+    row: jax.Array,
     positions_BT: jax.Array,
     k_BTKC: BlockScaled | jax.Array,
     v_BTKC: BlockScaled | jax.Array,
-) -> KVCache:
-    """The cache with rows written at each sequence's own positions, in place under jit.
+) -> Cache:
+    """The cache with new keys and values at each sequence's own positions, in place under jit.
 
-    Positions must lie below the cache's length; the sampler checks that before it starts.
+    Positions must lie below the cache's length: `decoder.forward` checks what it can see of them.
     """
     sequence_B1 = jnp.arange(positions_BT.shape[0])[:, None]
 
-    def put(rows_LBKS, new_BTK):
-        return rows_LBKS.at[layer, sequence_B1, :, positions_BT].set(bits.hold(new_BTK))
+    def put(rows_ABKS, new_BTK):
+        return rows_ABKS.at[row, sequence_B1, :, positions_BT].set(bits.hold(new_BTK))
 
-    return KVCache(jax.tree.map(put, cache.k, k_BTKC), jax.tree.map(put, cache.v, v_BTKC))
+    k, v = jax.tree.map(put, cache.k, k_BTKC), jax.tree.map(put, cache.v, v_BTKC)
+    return dataclasses.replace(cache, k=k, v=v)
 
 
-def read(cache: KVCache, layer: jax.Array, dtype: jnp.dtype) -> tuple[Operand, Operand]:
-    """Operands (K, V) [B, K, S, C] of one layer, in `dtype`."""
+def read(cache: Cache, row: jax.Array, dtype: jnp.dtype) -> tuple[Operand, Operand]:
+    """Operands (K, V) [B, K, S, C] of one attention layer, in `dtype`."""
 
     def one(rows):
-        at_layer = jax.tree.map(
-            lambda a: jax.lax.dynamic_index_in_dim(a, layer, 0, keepdims=False), rows
-        )
-        if not isinstance(at_layer, BlockScaled):
-            return Operand(bits.restore(at_layer, dtype), None)
-        scales = bits.restore(at_layer.scales, block_scaled.SCALE_DTYPE[at_layer.fmt])
-        return block_scaled.operand(dataclasses.replace(at_layer, scales=scales), dtype)
+        found = at_row(rows, row)
+        if not isinstance(found, BlockScaled):
+            return Operand(bits.restore(found, dtype), None)
+        scales = bits.restore(found.scales, block_scaled.SCALE_DTYPE[found.fmt])
+        return block_scaled.operand(dataclasses.replace(found, scales=scales), dtype)
 
     return one(cache.k), one(cache.v)
+
+
+def remember_index_keys(
+    cache: Cache, row: jax.Array, positions_BT: jax.Array, keys_BTC: jax.Array
+) -> tuple[Cache, jax.Array]:
+    """The cache with new index keys, and all keys [B, S, Ci] of that layer."""
+    sequence_B1 = jnp.arange(positions_BT.shape[0])[:, None]
+    held = cache.index_keys.at[row, sequence_B1, positions_BT].set(bits.hold(keys_BTC))
+    cache = dataclasses.replace(cache, index_keys=held)
+    return cache, bits.restore(at_row(held, row), keys_BTC.dtype)
 
 
 def heads_first(x_BTKC: Operand) -> Operand:

@@ -20,7 +20,7 @@ from trace_jax.formats import bits
 from trace_jax.formats.block_scaled import BlockScaled, Operand
 from trace_jax.guidance.quantizer import Guide
 from trace_jax.kernels import grouped_matmul as grouped
-from trace_jax.models.config import ModelConfig
+from trace_jax.models.architecture import ModelConfig
 from trace_jax.models.layer_context import LayerContext
 from trace_jax.models.parameters import parameter, weight
 from trace_jax.parallel.mesh import over_batch
@@ -65,12 +65,13 @@ class Experts(nn.Module):
         chosen_BTA, weight_BTA, own_BTA = route(logits_BTE, replayed_BTA, cfg)
         x, q_in = context.quantize("experts/in", x_BTD)
 
+        mid = context.guides.get("experts/mid")
         y_BTD, q_mid = over_batch(
             functools.partial(expert_mixture, context),
             x,
             chosen_BTA,
             weight_BTA,
-            context.guides.get("experts/mid"),
+            mid and mid.guide,
             whole=(gate_up, down),
         )
         quantized = {"experts/in": q_in, "experts/mid": q_mid}

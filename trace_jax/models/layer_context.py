@@ -10,6 +10,7 @@ from trace_jax.formats.block_scaled import BlockScaled, Operand, to_compute
 from trace_jax.guidance import quantizer
 from trace_jax.guidance.policy import SITES, Policy
 from trace_jax.guidance.quantizer import Guide
+from trace_jax.guidance.record import LayerGuide
 
 
 class EngineNoise(NamedTuple):
@@ -30,8 +31,7 @@ class LayerContext:
 
     policy: Policy
     dtype: jnp.dtype
-    guides: dict[str, Guide]  # by site; empty when nothing guides this forward
-    guided: jax.Array | bool  # whether this layer is among the recorded ones
+    guides: dict[str, LayerGuide] = dataclasses.field(default_factory=dict)  # by site, if recorded
     noise: EngineNoise | None = None
 
     def quantize(self, site: str, x: jax.Array) -> tuple[Operand, BlockScaled | None]:
@@ -42,7 +42,8 @@ class LayerContext:
         if self.noise is not None:
             key = jax.random.fold_in(self.noise.key, SITES.index(site))
             x = x * (1 + self.noise.relative * jax.random.normal(key, x.shape))
-        return self.quantize_under(site, x, self.guides.get(site))
+        found = self.guides.get(site)
+        return self.quantize_under(site, x, found and found.guide)
 
     def quantize_under(
         self, site: str, x: jax.Array, guide: Guide | None
@@ -56,10 +57,10 @@ class LayerContext:
             return Operand(to_compute(x, self.dtype), None), q
         nearest = lambda: quantizer.round_value(fixed, fmt, "row", None)
         guided = lambda: quantizer.round_value(fixed, fmt, "row", guide)
-        if guide is None or self.guided is False:
+        if guide is None:
             q = nearest()
-        elif self.guided is True:
+        elif self.guides[site].covers is True:
             q = guided()
         else:
-            q = jax.lax.cond(self.guided, guided, nearest)
+            q = jax.lax.cond(self.guides[site].covers, guided, nearest)
         return quantizer.quantize_operand(x, q, self.dtype), q

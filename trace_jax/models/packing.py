@@ -8,24 +8,39 @@ from trace_jax.formats.block_scaled import BlockScaled, to_compute
 from trace_jax.formats.quantize import quantize_matrices
 from trace_jax.guidance.policy import Policy
 
-FLOAT32 = ("router", "scale")  # routers and norms are read in float32 on both sides
+# Small parameters that are read in float32 on both sides, as they are, by name.
+FLOAT32 = (
+    "router", "scale",  # experts, norms
+    "a", "b", "conv", "A_log", "dt_bias",  # delta_net
+    "gate",  # shared_expert
+    "inject",  # hyper-connections
+)  # fmt: skip
 
 
 def pack(params: dict, policy: Policy, dtype: jnp.dtype) -> dict:
     """The masters as a rollout reads them: quantized weights packed FP4, the rest in `dtype`.
+
+    A leaf that is packed already, as a checkpoint may bring it, stays.
 
     The packed numbers are those that the training forward makes on the fly from the same masters,
     bit for bit: both come from `formats.quantize.quantize_matrices`.
     """
 
     def one(path, leaf):
-        name = path[-1].key
-        fmt = policy.weight_fmt(name)
+        fmt = policy.weight_fmt(weight_name(path))
+        if isinstance(leaf, BlockScaled):
+            return leaf
         if fmt is not None:
             return quantize_matrices(leaf, fmt)
-        return leaf if name in FLOAT32 else to_compute(leaf, dtype)
+        return leaf if path[-1].key in FLOAT32 else to_compute(leaf, dtype)
 
-    return jax.tree_util.tree_map_with_path(one, params)
+    is_packed = lambda leaf: isinstance(leaf, BlockScaled)
+    return jax.tree_util.tree_map_with_path(one, params, is_leaf=is_packed)
+
+
+def weight_name(path: tuple) -> str:
+    """The policy's name of the weight at a path of the parameter tree: "module/name"."""
+    return "/".join(key.key for key in path[-2:])
 
 
 pack_jit = jax.jit(pack, static_argnums=(1, 2))

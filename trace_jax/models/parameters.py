@@ -39,10 +39,15 @@ def weight(
 ) -> Operand:
     """The Operand of a weight [..., F, D]: unpacked from FP4, fake-quantized, or plain.
 
-    Which of the last two, the policy's site of this weight decides; values in the compute dtype.
+    Which of the last two, the policy's site of "module/name" decides; values in the compute dtype.
     """
-    fmt, dtype = context.policy.weight_fmt(name), context.dtype
+    fmt, dtype = context.policy.weight_fmt(f"{module.name}/{name}"), context.dtype
     leaf = parameter(module, name, shape, axes, nn.initializers.normal(std))
+    return read(leaf, fmt, dtype)
+
+
+def read(leaf: jax.Array | BlockScaled | Operand, fmt: str | None, dtype: jnp.dtype) -> Operand:
+    """The Operand of a weight leaf, whatever it is; a master array is first quantized in `fmt`."""
     if isinstance(leaf, Operand):
         return leaf
     if isinstance(leaf, BlockScaled):

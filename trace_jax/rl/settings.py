@@ -14,8 +14,9 @@ from trace_jax.guidance import policy as policies
 from trace_jax.guidance import record
 from trace_jax.guidance.policy import NOTHING, Policy
 from trace_jax.guidance.record import Recording
+from trace_jax.models import architecture
 from trace_jax.models import config as models
-from trace_jax.models.config import ModelConfig
+from trace_jax.models.architecture import ModelConfig
 from trace_jax.rl import methods
 from trace_jax.rl.methods import Method
 from trace_jax.rl.tokenizer import ByteTokenizer
@@ -29,15 +30,7 @@ def section(kind: type, config: Mapping, key: str):  # noqa: ANN201  (an instanc
 
     Raises ValueError naming the fields that are missing or unknown.
     """
-    fields = {f.name: f.default is dataclasses.MISSING for f in dataclasses.fields(kind)}
-    given = dict(config[key])
-    missing = [name for name, required in fields.items() if required and name not in given]
-    unknown = sorted(given.keys() - fields.keys())
-    if missing or unknown:
-        raise ValueError(
-            f"config.{key}: missing {missing}, unknown {unknown}; its fields are {list(fields)}"
-        )
-    return kind(**given)
+    return architecture.part(kind, config[key], f"config.{key}")
 
 
 def require_above(limit: float, section: object, prefix: str, *names: str) -> None:
@@ -262,7 +255,7 @@ def resolve(config: Mapping) -> Settings:
     dtype = config["dtype"]
     require(dtype in ("bfloat16", "float32"), "dtype", dtype, "choose 'bfloat16' or 'float32'")
     with naming("quantize"):
-        quantized = policies.resolve(config["quantize"])
+        quantized = policies.resolve(config["quantize"], architecture.sites(cfg))
     guidance = section(GuidanceSettings, config, "guidance")
     rollout = section(RolloutSettings, config, "rollout")
     check_blocks(cfg, quantized)  # under every method: all are evaluated in FP4
@@ -291,16 +284,9 @@ def resolve(config: Mapping) -> Settings:
 
 def check_blocks(cfg: ModelConfig, quantized: Policy) -> None:
     """Raises ValueError where a quantized width is no multiple of its format's block."""
-    widths = {
-        "attention/in": ("hidden_size", cfg.hidden_size),
-        "attention/k": ("head_dim", cfg.head_dim),
-        "attention/v": ("head_dim", cfg.head_dim),
-        "attention/out": ("num_heads * head_dim", cfg.num_heads * cfg.head_dim),
-        "experts/in": ("hidden_size", cfg.hidden_size),
-        "experts/mid": ("moe_intermediate_size", cfg.moe_intermediate_size),
-    }
+    sites = architecture.sites(cfg)
     for site, fmt in quantized.formats:
-        (key, width), block = widths[site], policies.block(fmt)
+        width, key, block = sites[site].width, sites[site].key, policies.block(fmt)
         require(width % block == 0, f"model.{key}", width,
                 f"site {site} is {fmt}, whose blocks of {block} must divide it; "
                 f"take {-(-width // block) * block}, or set ('{site}', 'bf16') first in quantize",
@@ -315,7 +301,7 @@ def _recording(method, guidance, cfg, quantized) -> Recording | None:
             guidance.encoding or method.encoding,
             tuple(guidance.sites),
             guidance.layers or method.layers,
-            cfg.num_layers,
+            architecture.site_layers(cfg),
             quantized,
         )
     require(method.replay_routes or "experts/mid" not in recording.sites, "guidance.sites",
@@ -330,4 +316,5 @@ def _audit(method, guidance, cfg, quantized, batch) -> Recording | None:
         return None
     require(guidance.audit_sequences <= batch, "guidance.audit_sequences",
             guidance.audit_sequences, f"a rollout has {batch} sequences")  # fmt: skip
-    return Recording("codes", sites, 0, cfg.num_layers, guidance.audit_sequences)
+    audit = record.recording("codes", sites, "all", architecture.site_layers(cfg), quantized)
+    return dataclasses.replace(audit, sequences=guidance.audit_sequences)

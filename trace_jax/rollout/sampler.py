@@ -18,9 +18,9 @@ import jax.numpy as jnp
 from trace_jax.formats import bits
 from trace_jax.guidance.policy import Policy
 from trace_jax.guidance.record import Guidance, Recording
-from trace_jax.models import cache as kv_cache
+from trace_jax.models import cache as caches
 from trace_jax.models import decoder, packing
-from trace_jax.models.config import ModelConfig
+from trace_jax.models.architecture import ModelConfig
 from trace_jax.rollout import log_probs
 
 
@@ -33,7 +33,7 @@ class Rollout:
     prompt_length_B: jax.Array  # int32, tokens
     length_B: jax.Array  # int32, tokens: prompt and completion
     logp_BT: jax.Array  # float32, nats: of each completion token as it was drawn; 0 elsewhere
-    routes_LBTA: jax.Array  # uint8 or uint16: experts chosen
+    routes_LBTA: jax.Array | None  # uint8 or uint16: experts chosen; None for a dense model
     guidance: Guidance | None  # the record that guides training
     audit: Guidance | None  # full codes of the first sequences, to measure mismatch by
     version: jax.Array  # int32: of the policy that sampled
@@ -81,9 +81,9 @@ class Sampler:
         T = P + self.max_new_tokens
         key_B = jax.vmap(functools.partial(jax.random.fold_in, key))(sequence_id_B)
 
-        cache = kv_cache.empty(self.cfg, self.policy, B, T, self.dtype)
+        cache = caches.empty(self.cfg, self.policy, B, T, self.dtype)
         positions_BP = jnp.broadcast_to(jnp.arange(P), (B, P))
-        out = self._forward(packed, prompts_BP, positions_BP, cache, prompt_length_B - 1)
+        out = self._forward(packed, prompts_BP, positions_BP, cache, prompt_length_B)
         prompt = (out.recorded, self._route_ids(out.routes_LBTA))
         state = _State(
             tokens_BT=jnp.full((B, T), self.pad_id, jnp.int32).at[:, :P].set(prompts_BP),
@@ -103,8 +103,8 @@ class Sampler:
             step, state = carry
             last_B = state.length_B - 1
             token_B1 = jnp.take_along_axis(state.tokens_BT, last_B[:, None], axis=1)
-            at_B = jnp.zeros_like(last_B)
-            out = self._forward(packed, token_B1, last_B[:, None], state.cache, at_B)
+            one_B = jnp.ones_like(last_B)
+            out = self._forward(packed, token_B1, last_B[:, None], state.cache, one_B)
             new = (out.recorded, self._route_ids(out.routes_LBTA))
             record = jax.tree.map(functools.partial(_write, position_B=last_B), state.record, new)
             state = dataclasses.replace(state, cache=out.cache, record=record)
@@ -124,13 +124,16 @@ class Sampler:
     def _recordings(self) -> tuple[Recording, ...]:
         return tuple(r for r in (self.recording, self.audit) if r is not None)
 
-    def _forward(self, packed, tokens_BT, positions_BT, cache, at_B):
+    def _forward(self, packed, tokens_BT, positions_BT, cache, length_B):
         return decoder.forward(
             packed, tokens_BT, self.cfg, policy=self.policy, dtype=self.dtype,
-            positions_BT=positions_BT, cache=cache, records=self._recordings, at_B=at_B,
+            positions_BT=positions_BT, cache=cache, records=self._recordings,
+            length_B=length_B,
         )  # fmt: skip
 
     def _route_ids(self, routes_LBTA):
+        if routes_LBTA is None:
+            return None
         return routes_LBTA.astype(jnp.uint8 if self.cfg.num_experts <= 256 else jnp.uint16)
 
     def _append(self, state, logits_BV, key_B, temperature):
@@ -157,7 +160,7 @@ class _State:
     logp_BT: jax.Array
     length_B: jax.Array
     done_B: jax.Array
-    cache: kv_cache.KVCache
+    cache: caches.Cache
     record: tuple  # (recorded Guidance of each Recording, routes), arrays [L, B, T, ...]
 
 

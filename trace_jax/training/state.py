@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from trace_jax.models import decoder
-from trace_jax.models.config import ModelConfig
+from trace_jax.models.architecture import ModelConfig
 from trace_jax.parallel import mesh as meshes
 
 

@@ -15,9 +15,9 @@ import optax
 
 from trace_jax.guidance import mismatch
 from trace_jax.guidance.policy import NOTHING, Policy
-from trace_jax.guidance.record import Guidance, Recording
+from trace_jax.guidance.record import Recording
 from trace_jax.models import decoder
-from trace_jax.models.config import ModelConfig
+from trace_jax.models.architecture import ModelConfig
 from trace_jax.models.layer_context import EngineNoise
 from trace_jax.rl import gap, losses
 from trace_jax.rollout import log_probs
@@ -107,11 +107,12 @@ class Trainer:
 
     def mismatch_metrics(self, out: decoder.Output, rollout: Rollout) -> dict:
         """Routes against the rollout's, and codes, scales and activations where it was audited."""
-        valid_BT = valid_inputs(rollout)
-        ours_LBTAA = out.routes_LBTA[..., None] == rollout.routes_LBTA[..., None, :]
-        shared_LBT = jnp.sum(ours_LBTAA, axis=(-1, -2)) / self.cfg.num_experts_per_token
-        shared = jnp.sum(shared_LBT * valid_BT) / (jnp.sum(valid_BT) * self.cfg.num_layers)
-        metrics = {"mismatch/route_rate": 1 - shared}
+        valid_BT, metrics = valid_inputs(rollout), {}
+        if out.routes_LBTA is not None:
+            ours_LBTAA = out.routes_LBTA[..., None] == rollout.routes_LBTA[..., None, :]
+            shared_LBT = jnp.sum(ours_LBTAA, axis=(-1, -2)) / self.cfg.num_experts_per_token
+            shared = jnp.sum(shared_LBT * valid_BT) / (jnp.sum(valid_BT) * self.cfg.num_layers)
+            metrics["mismatch/route_rate"] = 1 - shared
         if not out.recorded:
             return metrics
         sites = mismatch.compare(out.recorded[0], rollout.audit, valid_BT[: self.audit.sequences])
@@ -120,7 +121,10 @@ class Trainer:
         metrics["mismatch/scale_rate"] = total.scale_rate
         metrics["mismatch/d_act"] = total.d_act
         if rollout.guidance is not None and rollout.guidance.guides.keys() & sites.keys():
-            metrics["guidance/out_of_bracket_rate"] = out_of_bracket_rate(sites, rollout.guidance)
+            guided = mismatch.of_layers(sites, rollout.audit.layers, rollout.guidance.layers)
+            # Guidance gives back the rollout's code exactly where it lies in the trainer's bracket,
+            # so what still differs at guided sites and layers was out of it.
+            metrics["guidance/out_of_bracket_rate"] = guided.code_rate
         return metrics
 
 
@@ -131,17 +135,6 @@ def valid_inputs(rollout: Rollout) -> jax.Array:
     """
     position_T = jnp.arange(rollout.tokens_BT.shape[1])
     return (position_T < rollout.length_B[:, None] - 1).astype(jnp.float32)
-
-
-def out_of_bracket_rate(sites: dict[str, mismatch.Mismatch], guidance: Guidance) -> jax.Array:
-    """Share of guided values whose recorded code was not a neighbour of the trainer's own value.
-
-    Guidance gives back the rollout's code exactly where it lies in the trainer's bracket, so these
-    are the codes that still differ at guided sites and layers, among the sites compared.
-    """
-    guided = mismatch.add([sites[site] for site in guidance.guides if site in sites])
-    layers = slice(guidance.first_layer, guidance.last_layer)
-    return jnp.sum(guided.codes[layers]) / jnp.sum(guided.values[layers])
 
 
 @dataclasses.dataclass(frozen=True)
