@@ -61,5 +61,5 @@ def test_no_module_imports_itself_through_others():
 
 
 def test_every_package_is_in_the_table():
-    packages = {path.parent.name for path in MODULES if path.name == "__init__.py"}
-    assert packages - {"trace_jax"} == set(MAY_IMPORT)
+    packages = {path.parent.name for path in (ROOT / "trace_jax").glob("*/__init__.py")}
+    assert packages == set(MAY_IMPORT)

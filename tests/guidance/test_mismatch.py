@@ -89,6 +89,13 @@ def test_only_what_the_rollout_recorded_is_compared():
     assert set(mismatch.compare(ours, guidance(CODES), VALID_BT)) == {"experts/in"}
 
 
+def test_blocks_from_nan_are_counted_where_tokens_count():
+    scales = SCALES.copy()
+    scales[0, 0, 1] = scales[0, 0, 2] = np.nan  # the latter is padding
+    for sums in (compare(guidance(CODES, scales)), compare(guidance(CODES))):
+        assert sums.nan_blocks.tolist() == [int(np.isnan(sums.difference[0])), 0]
+
+
 def test_sums_over_the_layers_of_each_site():
     """Site a lies in layers 0 and 2, site b in layers 1 and 2; wanted: layers 1 and 2 of both."""
     codes = CODES.copy()

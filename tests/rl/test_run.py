@@ -298,7 +298,7 @@ def test_a_resumed_run_keeps_its_configuration(finished, tmp_path):
 def test_a_checkpoint_of_another_shape_is_refused(warmed_up, tmp_path):
     shutil.copytree(warmed_up / "checkpoints", tmp_path / "checkpoints")
     message = (
-        "checkpoint step 0: state/params/layers/experts/down is (2, 4, 32, 32) there, but the "
+        "checkpoint step 0: state/params/layers_0/0/experts/down is (2, 4, 32, 32) there, but the "
         "model wants (2, 4, 32, 64); use the configuration it was made with, or another --workdir"
     )
     with pytest.raises(ValueError, match=re.escape(message)):

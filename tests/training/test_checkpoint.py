@@ -30,7 +30,8 @@ def state(seed=0, width=16):
 def rollout(seed):
     """Small, with float8 scales, uint8 codes and routes, a static field and an absent audit."""
     x = jax.random.normal(jax.random.key(seed), (2, 3, 5, 32))
-    guidance = Guidance({"experts/in": quantizer.encode(nvfp4.quantize(x), "low1")}, 0, 2)
+    guide = quantizer.encode(nvfp4.quantize(x), "low1")
+    guidance = Guidance({"experts/in": guide}, (("experts/in", (0, 1)),))
     ints = jax.random.randint(jax.random.key(seed), (3, 5), 0, 250, jnp.int32)
     return Rollout(
         ints, ints[:, 0], ints[:, 1], x[0, :, :, 0], ints[None, :, :, None].astype(jnp.uint8),

@@ -18,6 +18,7 @@ from trace_jax.guidance import mismatch, record
 from trace_jax.guidance.policy import NOTHING, Policy
 from trace_jax.guidance.record import Recording
 from trace_jax.models import architecture, packing
+from trace_jax.models.layer_context import EngineNoise
 from trace_jax.rl import batches, gap
 from trace_jax.rl.evaluation import on_mesh
 from trace_jax.rl.settings import Settings
@@ -95,11 +96,12 @@ def measure(settings: Settings, params: dict, rollout: Rollout, arm: Arm, noise:
     """One row: the arm, the noise, rates over all guided sites, log-prob gap, rates by layer."""
     trainer = dataclasses.replace(
         settings.trainer(), policy=arm.policy, replay_routes=arm.replay_routes,
-        audit=full_recording(settings) if arm.policy.sites else None, engine_noise=noise,
+        audit=full_recording(settings) if arm.policy.sites else None,
     )  # fmt: skip
     guidance = arm.recording and record.reduce(rollout.audit, arm.recording)
     given = dataclasses.replace(rollout, guidance=guidance)
-    gap_metrics, sites = jax.device_get(compare(trainer, params, given))
+    emulated = EngineNoise(jax.random.key(2), noise) if noise else None
+    gap_metrics, sites = jax.device_get(compare(trainer, params, given, emulated))
     row = {"method": arm.name, "noise": noise}
     row |= {name.split("/")[1]: float(value) for name, value in gap_metrics.items()}
     if sites:
@@ -116,9 +118,11 @@ def measure(settings: Settings, params: dict, rollout: Rollout, arm: Arm, noise:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def compare(trainer: Trainer, params: dict, rollout: Rollout) -> tuple[dict, dict]:
+def compare(
+    trainer: Trainer, params: dict, rollout: Rollout, noise: EngineNoise | None
+) -> tuple[dict, dict]:
     """(gap and mismatch metrics, Mismatch by site) of one training forward."""
-    out = trainer.forward(params, rollout, jax.random.key(2))
+    out = trainer.forward(params, rollout, noise)
     logp_BT, _ = log_probs.next_token_log_probs(out.logits, rollout.tokens_BT, trainer.temperature)
     metrics = gap.gap_metrics(logp_BT, rollout.logp_BT, rollout.mask_BT)
     metrics |= trainer.mismatch_metrics(out, rollout)
@@ -133,10 +137,9 @@ def self_replay(settings: Settings, params: dict, rollout: Rollout, encoding: st
     full, layers = full_recording(settings), architecture.site_layers(settings.cfg)
     trainer = dataclasses.replace(
         settings.trainer(), policy=settings.quantized, replay_routes=True, audit=full,
-        engine_noise=0.0,
     )  # fmt: skip
     plain = dataclasses.replace(rollout, guidance=None)
-    out = jax.jit(trainer.forward)(params, plain, jax.random.key(2))
+    out = jax.jit(trainer.forward)(params, plain)
     logp_BT, _ = log_probs.next_token_log_probs(out.logits, rollout.tokens_BT, trainer.temperature)
     own = dataclasses.replace(plain, audit=out.recorded[0], logp_BT=logp_BT * rollout.mask_BT)
     recording = record.recording(encoding, full.sites, "all", layers, settings.quantized)

@@ -30,6 +30,7 @@ class Mismatch:
     blocks: jax.Array  # block scales compared
     difference: jax.Array  # squared difference of the dequantized values
     reference: jax.Array  # squared dequantized values of the rollout
+    nan_blocks: jax.Array  # blocks quantized from a NaN, on either side
 
     @property
     def code_rate(self) -> jax.Array:
@@ -78,6 +79,11 @@ def of_layers(sites: dict[str, Mismatch], present: SiteLayers, wanted: SiteLayer
     return total
 
 
+def from_nan(q: BlockScaled) -> jax.Array:
+    """Which blocks [..., n/b] were quantized from a NaN (Inf saturates, method.md 3.3)."""
+    return jnp.isnan(block_scaled.block_factor(q.scales, q.outer))
+
+
 def _compare_site(ours: Guide, rollout: Guide, valid_BT: jax.Array) -> Mismatch:
     q, r = (BlockScaled(g.bits, g.scales, g.outer, g.fmt) for g in (ours, rollout))
 
@@ -95,4 +101,5 @@ def _compare_site(ours: Guide, rollout: Guide, valid_BT: jax.Array) -> Mismatch:
         blocks=count(jnp.ones_like(scales_differ)),
         difference=count((value - reference) ** 2),
         reference=count(reference**2),
+        nan_blocks=count(from_nan(q) | from_nan(r)),
     )

@@ -210,8 +210,9 @@ class ModelConfig:
     def __post_init__(self):
         object.__setattr__(self, "layer_pattern", tuple(self.layer_pattern))
         for name, kind in PARTS.items():
-            if isinstance(getattr(self, name), Mapping):
-                object.__setattr__(self, name, part(kind, getattr(self, name), f"model.{name}"))
+            given = getattr(self, name)
+            if given is not None and not isinstance(given, kind):
+                object.__setattr__(self, name, part(kind, dict(given), f"model.{name}"))
         absent = ("intermediate_size", "shared_expert_size")
         if self.num_experts == 0:
             absent = ("num_experts", "num_experts_per_token", "moe_intermediate_size", absent[1])

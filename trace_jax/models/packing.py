@@ -43,6 +43,15 @@ def weight_name(path: tuple) -> str:
     return "/".join(key.key for key in path[-2:])
 
 
+def masters(params: dict) -> dict:
+    """Float32 masters of parameters in any form: packed leaves dequantized, the rest widened."""
+    is_packed = lambda leaf: isinstance(leaf, BlockScaled)
+    one = lambda leaf: (
+        block_scaled.dequantize(leaf) if is_packed(leaf) else leaf.astype(jnp.float32)
+    )
+    return jax.tree.map(one, params, is_leaf=is_packed)
+
+
 pack_jit = jax.jit(pack, static_argnums=(1, 2))
 
 

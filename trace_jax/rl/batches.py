@@ -10,7 +10,7 @@ import numpy as np
 
 from trace_jax.rl.examples import Example
 from trace_jax.rl.tasks import Task
-from trace_jax.rl.tokenizer import ByteTokenizer
+from trace_jax.rl.tokenizer import Tokenizer
 
 
 def indices(size: int, step: int, batch: int, seed: int) -> np.ndarray:
@@ -25,7 +25,7 @@ def indices(size: int, step: int, batch: int, seed: int) -> np.ndarray:
 
 
 def prompt_batch(
-    task: Task, tokenizer: ByteTokenizer, step: int, batch: int, prompt_length: int, seed: int
+    task: Task, tokenizer: Tokenizer, step: int, batch: int, prompt_length: int, seed: int
 ) -> tuple[np.ndarray, np.ndarray, tuple[Example, ...]]:
     """(tokens_BP int32 right-padded, length_B int32, examples): the training prompts of this step.
 
@@ -37,7 +37,7 @@ def prompt_batch(
 
 
 def test_batch(
-    task: Task, tokenizer: ByteTokenizer, size: int, prompt_length: int
+    task: Task, tokenizer: Tokenizer, size: int, prompt_length: int
 ) -> tuple[np.ndarray, np.ndarray, tuple[Example, ...]]:
     """(tokens_BP int32 right-padded, length_B int32, examples): the first `size` test prompts.
 
@@ -54,7 +54,7 @@ def test_batch(
 
 
 def supervised_batch(
-    task: Task, tokenizer: ByteTokenizer, step: int, batch: int, length: int, seed: int
+    task: Task, tokenizer: Tokenizer, step: int, batch: int, length: int, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """(tokens_BT int32, mask_BT float32): prompts followed by their solutions, right-padded.
 
@@ -74,18 +74,18 @@ def supervised_batch(
     return tokens_BT, mask_BT
 
 
-def check_prompts(task: Task, tokenizer: ByteTokenizer, prompt_length: int) -> int:
+def check_prompts(task: Task, tokenizer: Tokenizer, prompt_length: int) -> int:
     """The tokens of the longest prompt, train and test. To be called before any long work.
 
     Raises:
       ValueError: it has more than `prompt_length` tokens.
     """
-    longest = max(len(tokenizer.encode(e.prompt)) for e in task.train + task.test)
+    longest = max(len(prompt_ids(e, tokenizer)) for e in task.train + task.test)
     _check_prompt(longest, prompt_length)
     return longest
 
 
-def check_answers(task: Task, tokenizer: ByteTokenizer, max_new_tokens: int) -> int:
+def check_answers(task: Task, tokenizer: Tokenizer, max_new_tokens: int) -> int:
     """The tokens of the longest answer with its end of sequence, train and test.
 
     Raises:
@@ -101,7 +101,7 @@ def check_answers(task: Task, tokenizer: ByteTokenizer, max_new_tokens: int) -> 
     return max(lengths)
 
 
-def check_solutions(task: Task, tokenizer: ByteTokenizer, length: int) -> int:
+def check_solutions(task: Task, tokenizer: Tokenizer, length: int) -> int:
     """The tokens of the longest training example: prompt, solution and end of sequence.
 
     Raises:
@@ -112,22 +112,27 @@ def check_solutions(task: Task, tokenizer: ByteTokenizer, length: int) -> int:
     return longest
 
 
+def prompt_ids(example: Example, tokenizer: Tokenizer) -> list[int]:
+    """The tokens of a question, put as the tokenizer's chat template puts it."""
+    return tokenizer.chat([{"role": "user", "content": example.prompt}])
+
+
 def _prompts(
-    examples: Sequence[Example], tokenizer: ByteTokenizer, prompt_length: int
+    examples: Sequence[Example], tokenizer: Tokenizer, prompt_length: int
 ) -> tuple[np.ndarray, np.ndarray]:
     tokens_BP = np.full((len(examples), prompt_length), tokenizer.pad_id, np.int32)
     length_B = np.zeros(len(examples), np.int32)
     for b, example in enumerate(examples):
-        prompt = tokenizer.encode(example.prompt)
+        prompt = prompt_ids(example, tokenizer)
         _check_prompt(len(prompt), prompt_length)
         tokens_BP[b, : len(prompt)] = prompt
         length_B[b] = len(prompt)
     return tokens_BP, length_B
 
 
-def _solved(example: Example, tokenizer: ByteTokenizer) -> tuple[list[int], list[int]]:
+def _solved(example: Example, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     """(prompt, solution with its end-of-sequence token)."""
-    return tokenizer.encode(example.prompt), [*tokenizer.encode(example.solution), tokenizer.eos_id]
+    return prompt_ids(example, tokenizer), [*tokenizer.encode(example.solution), tokenizer.eos_id]
 
 
 def _check_prompt(tokens: int, prompt_length: int) -> None:

@@ -13,14 +13,12 @@ from trace_jax.parallel import mesh as meshes
 from trace_jax.rl import batches
 from trace_jax.rl.settings import Settings
 from trace_jax.rl.tasks import Task
-from trace_jax.rl.tokenizer import ByteTokenizer
+from trace_jax.rl.tokenizer import Tokenizer
 from trace_jax.rollout import log_probs
 from trace_jax.rollout.sampler import Rollout, Sampler
 
 
-def greedy(
-    settings: Settings, task: Task, params: dict, sampler: Sampler
-) -> tuple[Rollout, float]:
+def greedy(settings: Settings, task: Task, params: dict, sampler: Sampler) -> tuple[Rollout, float]:
     """Greedy completions of the held-out prompts, and the share that is right."""
     count = settings.evaluation.prompts
     tokens_BP, length_B, examples = batches.test_batch(
@@ -47,7 +45,7 @@ def guided_agreement(settings: Settings, task: Task, params: dict) -> dict[str, 
     """
     rollout, _ = greedy(settings, task, params, settings.sampler())
     trainer = settings.trainer()
-    out = jax.jit(trainer.forward)(params, rollout, jax.random.key(0))
+    out = jax.jit(trainer.forward)(params, rollout, trainer.noise(jax.random.key(0)))
     mask_BT, tokens_BT = rollout.mask_BT, rollout.tokens_BT
     first_BT = jnp.pad(jnp.argmax(out.logits[:, :-1], axis=-1), ((0, 0), (1, 0)))
     logp_BT, _ = log_probs.next_token_log_probs(out.logits, tokens_BT, 1.0)
@@ -64,7 +62,7 @@ def on_mesh(arrays: tuple) -> tuple:
     return jax.device_put(arrays, meshes.batch_sharding(jax.sharding.get_mesh()))
 
 
-def completions(rollout: Rollout, tokenizer: ByteTokenizer) -> list[str]:
+def completions(rollout: Rollout, tokenizer: Tokenizer) -> list[str]:
     """The text that each sequence added to its prompt, without stop token."""
     tokens_BT, start_B, end_B = jax.device_get(
         (rollout.tokens_BT, rollout.prompt_length_B, rollout.length_B)

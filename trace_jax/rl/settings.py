@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import jax.numpy as jnp
 
@@ -17,9 +18,10 @@ from trace_jax.guidance.record import Recording
 from trace_jax.models import architecture
 from trace_jax.models import config as models
 from trace_jax.models.architecture import ModelConfig
+from trace_jax.models.hugging_face.sources import Imported
 from trace_jax.rl import methods
 from trace_jax.rl.methods import Method
-from trace_jax.rl.tokenizer import ByteTokenizer
+from trace_jax.rl.tokenizer import ByteTokenizer, CheckpointTokenizer, Tokenizer
 from trace_jax.rollout.sampler import Sampler
 from trace_jax.training import state as train_state
 from trace_jax.training.step import Trainer, WarmUp
@@ -172,7 +174,8 @@ class Settings:
     mesh: Mapping
     engine_noise: float
     debug_nans: bool
-    tokenizer: ByteTokenizer = dataclasses.field(default_factory=ByteTokenizer)
+    source: Path | None  # an import whose parameters the run starts from; None: from the seed
+    tokenizer: Tokenizer
 
     def __post_init__(self):
         require_above(-1, self, "", "seed", "steps", "warmup_steps")
@@ -250,8 +253,8 @@ def resolve(config: Mapping) -> Settings:
             f"its fields are {list(KEYS)}"
         )
     method = methods.get(config["method"])
-    model = config["model"]
-    cfg = models.get(model) if isinstance(model, str) else section(ModelConfig, config, "model")
+    source = imported_directory(config["model"])
+    cfg = model_of(config, source)
     dtype = config["dtype"]
     require(dtype in ("bfloat16", "float32"), "dtype", dtype, "choose 'bfloat16' or 'float32'")
     with naming("quantize"):
@@ -264,6 +267,7 @@ def resolve(config: Mapping) -> Settings:
         steps=config["steps"],
         warmup_steps=config["warmup_steps"],
         cfg=cfg,
+        source=source,
         dtype=jnp.dtype(dtype),
         method=method,
         quantized=quantized,
@@ -279,7 +283,41 @@ def resolve(config: Mapping) -> Settings:
         mesh=config["mesh"],
         engine_noise=config["engine_noise"],
         debug_nans=config["debug_nans"],
+        tokenizer=tokenizer_of(source),
     )
+
+
+def imported_directory(model: str | Mapping) -> Path | None:
+    """The directory that `config.model` names, or None where it is the name of a size, or sizes."""
+    if isinstance(model, str) and model not in models.MODELS and Path(model).is_dir():
+        return Path(model)
+    return None
+
+
+def model_of(config: Mapping, source: Path | None) -> ModelConfig:
+    """The sizes of `config.model`: of an import, by name, or written out.
+
+    Raises ValueError for a name that is neither a size nor a directory, FileNotFoundError for a
+    directory that holds no finished import.
+    """
+    if source is not None:
+        return Imported(source).cfg
+    if not isinstance(config["model"], str):
+        return section(ModelConfig, config, "model")
+    if config["model"] not in models.MODELS:
+        raise ValueError(
+            f"config.model={config['model']!r}: no such directory (an import of "
+            f"experiments.checkpoint), and no size by this name: choose one of "
+            f"{sorted(models.MODELS)}"
+        )
+    return models.get(config["model"])
+
+
+def tokenizer_of(source: Path | None) -> Tokenizer:
+    """The tokenizer that an import brought along; bytes where there is none."""
+    if source is not None and (source / "tokenizer.json").exists():
+        return CheckpointTokenizer(source)
+    return ByteTokenizer()
 
 
 def check_blocks(cfg: ModelConfig, quantized: Policy) -> None:

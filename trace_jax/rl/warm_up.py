@@ -6,7 +6,7 @@ from pathlib import Path
 import jax
 import tqdm
 
-from trace_jax.models import decoder
+from trace_jax.models import checkpoint_hf, config, decoder, packing
 from trace_jax.rl import batches
 from trace_jax.rl.evaluation import on_mesh
 from trace_jax.rl.settings import Settings, require_finite
@@ -14,14 +14,20 @@ from trace_jax.rl.tasks import Task
 from trace_jax.training import state as train_state
 from trace_jax.training.checkpoint import Checkpoints
 
+HOST_TABLE_BYTES = 2**31  # n-gram tables above this stay in host memory, mapped and not trained
+
 
 def initial_params(settings: Settings) -> dict:
-    """Masters drawn from the seed, laid out on the mesh in context."""
+    """Float32 masters, drawn from the seed or as an import holds them, on the mesh in context."""
     key = jax.random.fold_in(jax.random.key(settings.seed), 0)
     init = functools.partial(decoder.init, settings.cfg)
     shapes, mesh = jax.eval_shape(init, key), jax.sharding.get_mesh()
     shardings = train_state.parameter_shardings(settings.cfg, shapes, mesh)
-    return jax.jit(init, out_shardings=shardings)(key)
+    if settings.source is None:
+        return jax.jit(init, out_shardings=shardings)(key)
+    on_host = 4 * config.ngram_table_parameters(settings.cfg) > HOST_TABLE_BYTES
+    params, _ = checkpoint_hf.load_imported(settings.source, shardings, host_table=on_host)
+    return packing.masters(params)
 
 
 def warm_up(settings: Settings, task: Task, params: dict, progress: bool) -> dict:

@@ -67,7 +67,7 @@ class Trainer:
     def loss(self, params: dict, batch: TrainBatch) -> tuple[jax.Array, dict]:
         """GRPO loss (nats a token) of a batch and its metrics."""
         rollout = batch.rollout
-        out = self.forward(params, rollout, batch.noise_key)
+        out = self.forward(params, rollout, self.noise(batch.noise_key))
         logp_BT, entropy_BT = log_probs.next_token_log_probs(
             out.logits, rollout.tokens_BT, self.temperature
         )
@@ -90,9 +90,14 @@ class Trainer:
         metrics["policy/entropy_nats"] = jnp.sum(entropy_BT * mask_BT) / jnp.sum(mask_BT)
         return loss, metrics
 
-    def forward(self, params: dict, rollout: Rollout, noise_key: jax.Array) -> decoder.Output:
+    def noise(self, key: jax.Array) -> EngineNoise | None:
+        """The emulated noise of another engine, or None where there is none."""
+        return EngineNoise(key, self.engine_noise) if self.engine_noise else None
+
+    def forward(
+        self, params: dict, rollout: Rollout, noise: EngineNoise | None = None
+    ) -> decoder.Output:
         """The training forward over a rollout's tokens, following what it recorded."""
-        noise = EngineNoise(noise_key, self.engine_noise) if self.engine_noise else None
         return decoder.forward(
             params,
             rollout.tokens_BT,
@@ -120,6 +125,7 @@ class Trainer:
         metrics["mismatch/code_rate"] = total.code_rate
         metrics["mismatch/scale_rate"] = total.scale_rate
         metrics["mismatch/d_act"] = total.d_act
+        metrics["mismatch/nan_blocks"] = total.nan_blocks
         if rollout.guidance is not None and rollout.guidance.guides.keys() & sites.keys():
             guided = mismatch.of_layers(sites, rollout.audit.layers, rollout.guidance.layers)
             # Guidance gives back the rollout's code exactly where it lies in the trainer's bracket,

@@ -1,0 +1,1 @@
+"""Hugging Face checkpoints: their configs, names, tensors and quantization, read and written."""
