@@ -1,6 +1,6 @@
 """Eight layers, the paper's FP4 sites and more, to measure the mismatch without learning.
 
-    python -m experiments.mismatch --config=configs/mismatch.py --workdir=runs/mismatch
+python -m experiments.mismatch --config=configs/mismatch.py --workdir=runs/mismatch
 """
 
 from ml_collections import ConfigDict

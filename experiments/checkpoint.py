@@ -1,11 +1,13 @@
 """Hugging Face checkpoints in and out; a killed command continues when it is run again.
 
     python -m experiments.checkpoint import --from=DIR --workdir=OUT
+    python -m experiments.checkpoint import --from=FILE.gguf --workdir=OUT [--upcycle=EXPERTS]
     python -m experiments.checkpoint export --workdir=OUT --to=DIR [--format=bf16|nvfp4]
         [--style=modelopt|compressed-tensors] [--layout=split|fused] [--quantize=SITES]
 
 export takes an import, and without --format gives it back bit for bit; or a run directory of
-experiments.rl, its newest parameters, in BF16 unless --format says otherwise.
+experiments.rl, its newest parameters, in BF16 unless --format says otherwise. A GGUF file of the
+Llama architecture is dense; --upcycle makes a mixture of it (models/upcycle.py), two a token.
 """
 
 import json
@@ -16,15 +18,18 @@ import jax
 from absl import app, flags
 
 from experiments import command_line
-from trace_jax.models import checkpoint_hf
+from trace_jax.models import checkpoint_hf, gguf_file, upcycle
 from trace_jax.models.checkpoint_hf import Held, Imported, Options, Parameters
 from trace_jax.parallel import mesh as meshes
 from trace_jax.rl import warm_up
 from trace_jax.rl.settings import resolve
 
-FROM = flags.DEFINE_string("from", None, "import: the Hugging Face directory")
+FROM = flags.DEFINE_string("from", None, "import: the Hugging Face directory, or a GGUF file")
 TO = flags.DEFINE_string("to", None, "export: an empty directory, or a new one")
 WORKDIR = flags.DEFINE_string("workdir", None, "of the import, or a run directory to export")
+UPCYCLE = flags.DEFINE_integer(
+    "upcycle", 0, "import of a GGUF file: number of experts to copy each MLP into", lower_bound=0
+)
 DEQUANTIZE = flags.DEFINE_bool("dequantize", False, "import: NVFP4 as float32 arrays, not packed")
 FORMAT = flags.DEFINE_string("format", "", "export: bf16 or nvfp4; default: as imported")
 STYLE = flags.DEFINE_string(
@@ -61,6 +66,16 @@ def export(workdir: Path, directory: Path) -> None:
     checkpoint_hf.export(source, directory, options, identity)
 
 
+def import_gguf(path: Path, workdir: Path) -> None:
+    """Imports a GGUF file, dense or upcycled, with its tokenizer."""
+    params, cfg = gguf_file.load(path)
+    if UPCYCLE.value:
+        chosen = min(2, UPCYCLE.value)
+        params, cfg = upcycle.upcycle(params, cfg, UPCYCLE.value, chosen)
+    checkpoint_hf.import_params(params, cfg, workdir)
+    gguf_file.write_tokenizer(path, workdir)
+
+
 def _source(workdir: Path) -> tuple[Parameters, str]:
     """What to export, and what tells its values from others."""
     if not (workdir / "checkpoints").exists():
@@ -69,7 +84,8 @@ def _source(workdir: Path) -> tuple[Parameters, str]:
     settings = resolve(json.loads((workdir / "config.json").read_text()))
     with jax.set_mesh(meshes.make_mesh({}, jax.devices()[:1])):
         step, params = warm_up.newest_params(settings, workdir / "checkpoints")
-    like = Imported(LIKE.value) if LIKE.value else None
+    like = LIKE.value or settings.source  # the import that the run started from
+    like = Imported(like) if like else None
     held = Held(params, settings.cfg, like=like)
     if like is None and not settings.cfg.ngram:  # which names the end of text itself
         held.config["eos_token_id"] = list(settings.tokenizer.stop_ids)
@@ -91,7 +107,11 @@ def main(arguments: list[str]) -> None:
             + (f"{' and '.join(missing)} must be given" if missing else "say import or export")
             + "; python -m experiments.checkpoint --help"
         )
-    if command == "import":
+    if command == "import" and FROM.value.endswith(".gguf"):
+        import_gguf(Path(FROM.value), Path(WORKDIR.value))
+    elif command == "import":
+        if UPCYCLE.value:
+            raise ValueError(f"--upcycle={UPCYCLE.value}: only of a GGUF file")
         checkpoint_hf.import_checkpoint(FROM.value, WORKDIR.value, DEQUANTIZE.value)
     else:
         export(Path(WORKDIR.value), Path(TO.value))
@@ -100,7 +120,7 @@ def main(arguments: list[str]) -> None:
 def _run(arguments: list[str]) -> None:
     try:
         main(arguments)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         sys.exit(f"error: {error}")
 
 

@@ -1,6 +1,6 @@
 """The main job: FP4 reinforcement learning with rollout-guided training. Resumes from workdir.
 
-    python -m experiments.rl --config=configs/tiny_cpu.py --workdir=runs/tiny [--config.method=qat]
+python -m experiments.rl --config=configs/tiny_cpu.py --workdir=runs/tiny [--config.method=qat]
 """
 
 from experiments import command_line

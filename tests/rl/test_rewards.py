@@ -54,6 +54,17 @@ def test_exact_match_pays_for_the_answer_and_not_for_spam(completion, answer, re
     assert rewards.exact_match(completion, Example("?", answer)) == reward
 
 
+@pytest.mark.parametrize(
+    ("completion", "reward"),
+    [
+        ("3 + 4 = 7.", 1), ("7", 1), ("It is 7, not 8", 0), ("seven", 0), ("", 0),
+        ("07", 1), ("-7", 0), ("1,007", 0), ("7\n", 1), ("7.5", 0), ("7.0", 1), ("14-7", 1),
+    ],
+)  # fmt: skip
+def test_the_last_number_counts(completion, reward):
+    assert rewards.last_number(completion, Example(prompt="", answer="7")) == reward
+
+
 @pytest.mark.parametrize("spam", ["\\boxed{", "<answer>", "{", "}", "####", "\\boxed{}"])
 def test_extraction_takes_linear_time(spam):
     gc.disable()  # a collection walks all that the other tests left behind
@@ -69,7 +80,9 @@ def test_extraction_takes_linear_time(spam):
 
 
 def test_an_unknown_reward_lists_the_choices():
-    with pytest.raises(ValueError, match=r"task.reward='f1' is unknown; .*\['exact', 'math'\]"):
+    with pytest.raises(
+        ValueError, match=r"task.reward='f1' is unknown; .*\['exact', 'math', 'number'\]"
+    ):
         rewards.choose("f1")
 
 

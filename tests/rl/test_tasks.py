@@ -38,6 +38,19 @@ def test_running_sum_asks_for_the_sums_so_far_modulo_ten():
         assert task.reward(example.answer, example) == 1
 
 
+def test_digit_sum_asks_in_words_and_the_last_number_answers():
+    sizes = {"train_size": 80, "test_size": 11}
+    task = tasks.load({"name": "digit_sum", "digits": 2, "reward": "number", **sizes}, seed=0)
+    assert len(set(task.train + task.test)) == 91  # of 100 there are
+    for example in task.train + task.test:
+        a, b = map(
+            int,
+            example.prompt.removeprefix("What is ").removesuffix("? Answer briefly.").split(" + "),
+        )
+        assert int(example.answer) == a + b
+        assert task.reward(f"{a} + {b} = {a + b}.", example) == 1
+
+
 def test_the_questions_of_a_seed_are_pinned():
     assert tasks.load(running_sum(digits=4), seed=0).train[:2] == PINNED
 
@@ -84,10 +97,10 @@ def test_a_config_dict_with_the_fields_of_every_task_is_fine():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"name": "sums"}, r"task.name='sums' .*\['jsonl', 'reasoning_gym', 'running_sum'\]"),
+        ({"name": "sums"}, r"task.name='sums' .*\['digit_sum', 'jsonl', 'reasoning"),
         ({"name": None}, "task.name is missing"),
         ({"digit": 3}, "task.digit=3 is an unknown field; fix: .*'digits'"),
-        ({"reward": "partial"}, r"task.reward='partial' .*\['exact', 'math'\]"),
+        ({"reward": "partial"}, r"task.reward='partial' .*\['exact', 'math', 'number'\]"),
         ({"train_size": 0}, "task.train_size=0; fix"),
         ({"test_size": 2.5}, "task.test_size=2.5; fix"),
         ({"digits": "4"}, "task.digits='4'; fix"),

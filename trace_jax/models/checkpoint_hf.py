@@ -16,23 +16,28 @@ directory holds the checkpoint's config.json and tokenizer files, and
     params/beside.safetensors            what is not of the language model, as it was
 """
 
+import dataclasses
 import hashlib
 import json
 import uuid
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import tqdm
 
+from trace_jax.models import architecture
 from trace_jax.models.architecture import ModelConfig
 from trace_jax.models.hugging_face import sources as hf_sources
 from trace_jax.models.hugging_face import tensors as hf_tensors
+from trace_jax.models.hugging_face.names import Layout
 from trace_jax.models.hugging_face.plan import Options, Plan, specs_of
+from trace_jax.models.hugging_face.quantized import Quantization
 from trace_jax.models.hugging_face.reading import Checkpoint
 from trace_jax.models.hugging_face.sources import FACTS, TABLE, Held, Imported, Parameters
 from trace_jax.models.hugging_face.stacking import stacked
-from trace_jax.models.hugging_face.tensors import Writer
+from trace_jax.models.hugging_face.tensors import Spec, Writer
 
 UNFINISHED = "export.json"  # in an export that is not finished: which one it is
 
@@ -97,6 +102,40 @@ def import_checkpoint(
                     for rows in hf_tensors.chunks(tensor):
                         writer.write(name, rows)
         bar.update(hf_tensors.total_bytes(kept))
+
+
+def import_params(params: dict, cfg: ModelConfig, workdir: str | Path) -> None:
+    """Writes parameters in memory as an import does, also those no Hugging Face model type holds.
+
+    Raises ValueError where workdir holds something already.
+    """
+    workdir = Path(workdir)
+    if (workdir / FACTS).exists() or (workdir / "config.json").exists():
+        raise ValueError(f"{workdir} holds something already; name another")
+    hf_sources.params_path(workdir).mkdir(parents=True, exist_ok=True)
+    for layer in (None, *range(cfg.num_layers)):
+        if layer is None:
+            tree = {key: leaf for key, leaf in params.items() if not key.startswith("layers_")}
+        else:
+            segment, position, repeat = architecture.places(cfg)[layer]
+            pick = lambda leaf, repeat=repeat: leaf[repeat]
+            tree = jax.tree.map(pick, params[segment][position])
+        arrays = {name: np.asarray(leaf) for name, leaf in hf_sources.named(tree)}
+        specs = {name: Spec(array.shape, array.dtype) for name, array in arrays.items()}
+        with Writer(hf_sources.layer_path(workdir, layer), specs) as writer:
+            for name, array in arrays.items():
+                writer.write(name, array)
+    facts = {
+        "layout": Layout()._asdict(),
+        "quantization": dataclasses.asdict(Quantization()),
+        "dequantized": False,
+        "ngram_tables": {},
+        "beside": 0,
+        "checkpoint": f"{workdir.resolve()}",
+        "sizes": dataclasses.asdict(cfg),
+    }
+    hf_tensors.write_text(workdir / "config.json", "{}\n")
+    hf_tensors.write_text(workdir / FACTS, json.dumps(facts, indent=2) + "\n")
 
 
 def save(params: dict, cfg: ModelConfig, directory: str | Path, **options: Any) -> None:

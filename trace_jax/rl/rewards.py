@@ -39,6 +39,15 @@ def math_equal(completion: str, example: Example) -> float:
     return float(_MATH.equal(f"\\boxed{{{example.answer.strip()}}}", prediction))
 
 
+def last_number(completion: str, example: Example) -> float:
+    """1.0 if the last number of the text is the answer ("3 + 4 = 7." answers 7).
+
+    Raises ValueError where the answer is no number.
+    """
+    numbers = re.findall(r"(?<!\d)-?\d+(?:\.\d+)?", completion.replace(",", ""))
+    return float(bool(numbers) and float(numbers[-1]) == float(example.answer))
+
+
 def choose(name: str) -> Callable[[str, Example], float]:
     """The reward called `name`, tried once, so that a missing package is found now and not later.
 
@@ -46,7 +55,7 @@ def choose(name: str) -> Callable[[str, Example], float]:
       ValueError: there is no such reward.
       ImportError: it needs a package that is not installed.
     """
-    rewards = {"exact": exact_match, "math": math_equal}
+    rewards = {"exact": exact_match, "math": math_equal, "number": last_number}
     if name not in rewards:
         raise ValueError(f"task.reward={name!r} is unknown; fix: choose one of {sorted(rewards)}")
     rewards[name]("1", Example(prompt="", answer="1"))

@@ -20,12 +20,12 @@ PATIENCE = 2000  # repeats in a row after which a generator counts as exhausted
 
 REQUIRED = ("name", "train_size", "test_size")
 DEFAULTS = {
-    "digits": 10,  # running_sum: length of the question
+    "digits": 10,  # running_sum: length of the question; digit_sum: how many are added
     "dataset": "",  # reasoning_gym: name of the data set, such as 'chain_sum'
     "options": {},  # reasoning_gym: its further settings
     "path": "",  # jsonl: file of training questions
     "test_path": "",  # jsonl: file of test questions; '' holds some of `path` out
-    "reward": "exact",  # 'exact' or 'math'
+    "reward": "exact",  # 'exact', 'math' or 'number'
 }
 
 
@@ -51,7 +51,12 @@ def load(config: Mapping, seed: int) -> Task:
       FileNotFoundError: a file does not exist.
       ImportError: the task or reward needs a package that is not installed.
     """
-    sources = {"running_sum": _running_sum, "reasoning_gym": _reasoning_gym, "jsonl": _jsonl}
+    sources = {
+        "running_sum": _running_sum,
+        "digit_sum": _digit_sum,
+        "reasoning_gym": _reasoning_gym,
+        "jsonl": _jsonl,
+    }
     fields = _checked(config)
     name = fields["name"]
     if name not in sources:
@@ -121,6 +126,19 @@ def _running_sum(fields: dict, seed: int) -> tuple[Iterator[Example], Iterator[E
             digits_T = rng.integers(0, 10, fields["digits"])
             answer_T = np.cumsum(digits_T) % 10
             yield Example("".join(map(str, digits_T)) + "=", "".join(map(str, answer_T)))
+
+    return _split(distinct(draw(), PATIENCE))
+
+
+def _digit_sum(fields: dict, seed: int) -> tuple[Iterator[Example], Iterator[Example]]:
+    """'What is 3 + 4? Answer briefly.': in words that a chat model knows, for real weights."""
+
+    def draw() -> Iterator[Example]:
+        rng = np.random.default_rng(seed)
+        while True:
+            digits_T = rng.integers(0, 10, fields["digits"])
+            question = f"What is {' + '.join(map(str, digits_T))}? Answer briefly."
+            yield Example(question, f"{digits_T.sum()}")
 
     return _split(distinct(draw(), PATIENCE))
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.models.hugging_face import small_checkpoints
 from tests.models.hugging_face.small_checkpoints import BF16, CASES, FLAT, Case, Killed, config_json
-from trace_jax.models import checkpoint_hf, config, decoder
+from trace_jax.models import checkpoint_hf, config, decoder, upcycle
 from trace_jax.models.checkpoint_hf import Held, Imported
 from trace_jax.models.hugging_face import tensors as hf_tensors
 from trace_jax.models.ngram_embedding import HostTable
@@ -322,3 +322,24 @@ def test_each_device_gets_its_share(tmp_path, packed):
     assert down.sharding == shardings["layers_0"]["0"]["experts"]["down"]
     assert len(down.sharding.device_set) == 8
     assert down.addressable_shards[0].data.size < down.size
+
+
+def test_parameters_that_no_model_type_holds_are_imported_all_the_same(tmp_path):
+    """An upcycled Llama: experts, tied embeddings and no norms of query and key."""
+    dense = dataclasses.replace(config.tiny(config.get("qwen3_30b_a3b")), **LLAMA)
+    params = decoder.init(dense, jax.random.key(0))
+    params, cfg = upcycle.upcycle(params, dense, 4, 2)
+    with pytest.raises(ValueError, match="no Hugging Face model type can hold this model"):
+        Held(params, cfg)
+    checkpoint_hf.import_params(params, cfg, tmp_path / "work")
+    again, found = checkpoint_hf.load_imported(tmp_path / "work")
+    assert found == cfg
+    assert jax.tree.all(jax.tree.map(np.array_equal, again, params))
+    with pytest.raises(ValueError, match="work holds something already"):
+        checkpoint_hf.import_params(params, cfg, tmp_path / "work")
+
+
+LLAMA = dict(
+    num_layers=2, num_experts=0, num_experts_per_token=0, moe_intermediate_size=0,
+    intermediate_size=64, tie_embeddings=True, qk_norm=False,
+)  # fmt: skip

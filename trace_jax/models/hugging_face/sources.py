@@ -66,7 +66,8 @@ class Imported:
             )
         self.facts = json.loads((self.directory / FACTS).read_text())
         self.config = json.loads((self.directory / "config.json").read_text())
-        self.cfg = hf_config.read(self.config)
+        sizes = self.facts.get("sizes")  # of a model that config.json cannot describe
+        self.cfg = ModelConfig(**sizes) if sizes else hf_config.read(self.config)
         self.layout = Layout(**self.facts["layout"])
         self.quantization = Quantization(self.facts["quantization"])
         layers = (None, *range(self.cfg.num_layers))
@@ -197,16 +198,16 @@ class Held:
         """The arrays that hold a layer, stacked over repeats."""
         if layer is None:
             top = {k: v for k, v in self._params.items() if not k.startswith("layers_")}
-            return dict(_named(top))
+            return dict(named(top))
         place = self._places[layer]
-        return dict(_named(self._params[place.segment][place.position]))
+        return dict(named(self._params[place.segment][place.position]))
 
 
-def _named(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def named(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """(name, array) of every array of a tree of parameters."""
     if isinstance(tree, dict):
         for key, value in tree.items():
-            yield from _named(value, f"{path}/{key}" if path else key)
+            yield from named(value, f"{path}/{key}" if path else key)
     elif isinstance(tree, BlockScaled):
         if tree.fmt != "nvfp4":
             raise ValueError(f"{path} is packed {tree.fmt}; only nvfp4 can be exported")
