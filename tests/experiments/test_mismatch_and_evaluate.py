@@ -4,12 +4,15 @@ import json
 import math
 import shutil
 
+import jax
 import pytest
 
 from experiments import evaluate, mismatch
 from tests.rl import tiny_run
 from trace_jax.analysis import mismatch_table
 from trace_jax.analysis.run_directory import read_metrics
+from trace_jax.models import checkpoint_hf, decoder
+from trace_jax.rl import settings
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -92,8 +95,13 @@ def test_evaluation_of_a_checkpoint(workdir, tmp_path, capsys):
     shutil.copytree(workdir / "checkpoints", tmp_path / "checkpoints")
     evaluate.main(tiny_run.config({"engine_noise": 0.0}), tmp_path)
     results = json.loads((tmp_path / "evaluation.json").read_text())
-    printed = dict(line.split() for line in capsys.readouterr().out.splitlines())
+    answers = results.pop("answers")
+    lines = capsys.readouterr().out.splitlines()
+    printed = dict(line.split() for line in lines[: len(results)])
     assert {name: float(value) for name, value in printed.items()} == results
+    assert [line.split(" | ")[1:] for line in lines[len(results) :]] == [
+        [repr(fp4), repr(bf16)] for fp4, bf16 in zip(*answers.values(), strict=True)
+    ]
     (row,) = read_metrics(workdir)
     assert results["step"] == 0
     for name in ("eval/accuracy_fp4", "eval/accuracy_bf16"):
@@ -106,3 +114,18 @@ def test_evaluation_of_a_checkpoint(workdir, tmp_path, capsys):
 def test_nothing_to_evaluate(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no checkpoint in .*; train one with experiments"):
         evaluate.main(tiny_run.config(), tmp_path)
+
+
+def test_an_import_is_evaluated_as_it_is(tmp_path, capsys):
+    config = tiny_run.config({"engine_noise": 0.0})
+    cfg = settings.resolve(config).cfg
+    params = decoder.init(cfg, jax.random.key(0))
+    checkpoint_hf.import_params(params, cfg, tmp_path / "imported")
+    with config.unlocked():
+        del config["model"]
+        config["model"] = f"{tmp_path / 'imported'}"
+    evaluate.main(config, tmp_path / "run")
+    results = json.loads((tmp_path / "run" / "evaluation.json").read_text())
+    assert results["step"] == 0
+    assert results["guided/same_choice"] == 1
+    assert len(results["answers"]["fp4"]) == 8
