@@ -79,7 +79,9 @@ def test_modelopt_dequantizes_to_our_values(exported):
 
 
 def test_their_packer_takes_our_codes_from_our_scales(exported):
-    """Byte for byte, but for the sign of zero, which we drop; scales may differ (method.md 3.2)."""
+    """But for the sign of zero, which we drop, and values on a tie: they divide where we multiply
+    by the reciprocal (Transformer Engine's order, method.md 3.2), and 5 of 16,384 fall otherwise.
+    """
     helpers = pytest.importorskip("compressed_tensors.compressors.nvfp4.helpers")
     directory, _ = exported("compressed-tensors")
     case = small_checkpoints.CASES["qwen3_5"]
@@ -87,7 +89,7 @@ def test_their_packer_takes_our_codes_from_our_scales(exported):
         small_checkpoints.directory(directory.parent / "plain", "qwen3_5")
     )
     gate_up = np.asarray(plain["layers_0"]["0"]["experts"]["gate_up"][0], np.float32)
-    width = case.cfg.moe_intermediate_size
+    width, differ = case.cfg.moe_intermediate_size, []
     for expert in range(case.cfg.num_experts):
         for first, projection in enumerate(PROJECTIONS):
             t = tensors_of(directory, f"layers.0.mlp.experts.{expert}.{projection}")
@@ -98,4 +100,7 @@ def test_their_packer_takes_our_codes_from_our_scales(exported):
             )  # fmt: skip
             nibbles = np.stack([theirs.numpy() & 15, theirs.numpy() >> 4])
             ours = np.stack([t["weight_packed"].numpy() & 15, t["weight_packed"].numpy() >> 4])
-            assert np.array_equal(np.where(nibbles == 8, 0, nibbles), ours)
+            apart = np.abs(np.where(nibbles == 8, 0, nibbles).astype(int) - ours)
+            assert np.all(apart <= 1)
+            differ.append(np.mean(apart))
+    assert np.mean(differ) < 1e-3
