@@ -23,17 +23,14 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import tqdm
 
-from trace_jax.models import architecture
 from trace_jax.models.architecture import ModelConfig
 from trace_jax.models.hugging_face import sources as hf_sources
 from trace_jax.models.hugging_face import tensors as hf_tensors
 from trace_jax.models.hugging_face.names import Layout
 from trace_jax.models.hugging_face.plan import Options, Plan, specs_of
-from trace_jax.models.hugging_face.quantized import Quantization
 from trace_jax.models.hugging_face.reading import Checkpoint
 from trace_jax.models.hugging_face.sources import FACTS, TABLE, Held, Imported, Parameters
 from trace_jax.models.hugging_face.stacking import stacked
@@ -114,21 +111,18 @@ def import_params(params: dict, cfg: ModelConfig, workdir: str | Path) -> None:
         raise ValueError(f"{workdir} holds something already; name another")
     hf_sources.params_path(workdir).mkdir(parents=True, exist_ok=True)
     for layer in (None, *range(cfg.num_layers)):
-        if layer is None:
-            tree = {key: leaf for key, leaf in params.items() if not key.startswith("layers_")}
-        else:
-            segment, position, repeat = architecture.places(cfg)[layer]
-            pick = lambda leaf, repeat=repeat: leaf[repeat]
-            tree = jax.tree.map(pick, params[segment][position])
-        arrays = {name: np.asarray(leaf) for name, leaf in hf_sources.named(tree)}
+        stacked_arrays = hf_sources.layer_arrays(params, cfg, layer)
+        arrays = {
+            name: hf_sources.layer_array(array, cfg, layer)
+            for name, array in stacked_arrays.items()
+        }
         specs = {name: Spec(array.shape, array.dtype) for name, array in arrays.items()}
         with Writer(hf_sources.layer_path(workdir, layer), specs) as writer:
             for name, array in arrays.items():
                 writer.write(name, array)
     facts = {
         "layout": Layout()._asdict(),
-        "quantization": dataclasses.asdict(Quantization()),
-        "dequantized": False,
+        "quantization": "",
         "ngram_tables": {},
         "beside": 0,
         "checkpoint": f"{workdir.resolve()}",

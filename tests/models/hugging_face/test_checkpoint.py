@@ -337,6 +337,20 @@ def test_parameters_that_no_model_type_holds_are_imported_all_the_same(tmp_path)
     assert jax.tree.all(jax.tree.map(np.array_equal, again, params))
     with pytest.raises(ValueError, match="work holds something already"):
         checkpoint_hf.import_params(params, cfg, tmp_path / "work")
+    with pytest.raises(ValueError, match="no Hugging Face model type can hold this model"):
+        small_checkpoints.export(Imported(tmp_path / "work"), tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_next", "qwen4_exp"])
+def test_imported_parameters_are_exported_with_a_config_of_their_own(tmp_path, name):
+    params, cfg = checkpoint_hf.load(small_checkpoints.directory(tmp_path, name, "float32"))
+    checkpoint_hf.import_params(params, cfg, tmp_path / "work")
+    workdir = Imported(tmp_path / "work")
+    sources = {"again": workdir, "tuned": Held(params, cfg, like=workdir)}
+    for target, source in sources.items():
+        again, found = checkpoint_hf.load(small_checkpoints.export(source, tmp_path / target))
+        assert found == cfg
+        small_checkpoints.assert_same_trees(again, params)
 
 
 LLAMA = dict(

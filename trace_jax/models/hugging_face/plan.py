@@ -91,7 +91,10 @@ class Plan:
     def __init__(self, source: Parameters, options: Options) -> None:
         """Raises ValueError where the options or the parameters do not fit the model."""
         self.source, self.options = source, options
-        self.layout, method = source.layout, source.quantization.method
+        self.config, self.layout, method = source.config, source.layout, source.quantization.method
+        if not self.config:
+            dtype = f"{source.specs(None)['embed'].dtype}"
+            self.config, self.layout = hf_sources.described(source.cfg, dtype)
         if options.layout:
             self.layout = self.layout._replace(fused_experts=options.layout == "fused")
         self.style_name = options.style or (method if method in STYLES else "modelopt")
@@ -112,7 +115,7 @@ class Plan:
 
     def write_small_files(self, directory: Path) -> None:
         """config.json, what declares the quantization, tokenizer files."""
-        config = dict(self.source.config)
+        config = dict(self.config)
         if self.source.directory is not None:
             hf_sources.copy_small_files(self.source.directory, directory)
         if not self.same:

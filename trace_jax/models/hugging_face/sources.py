@@ -38,7 +38,7 @@ class Parameters(Protocol):
     """What an export reads."""
 
     cfg: ModelConfig
-    config: dict[str, Any]  # config.json
+    config: dict[str, Any]  # config.json; empty of parameters imported without one
     layout: Layout
     quantization: Quantization  # as config declares it
     directory: Path | None  # with tokenizer and other small files
@@ -145,20 +145,16 @@ def copy_small_files(source: Path, target: Path, declared: bool = True) -> None:
 class Held:
     """Parameters in memory, with a config.json made for them or that of where they come from."""
 
-    def __init__(
-        self, params: dict, cfg: ModelConfig, family: str = "", like: Parameters | None = None
-    ) -> None:
-        """family: the model_type to write as. like: where config, layout and tokenizer come from.
+    def __init__(self, params: dict, cfg: ModelConfig, like: Parameters | None = None) -> None:
+        """like: where config, layout and tokenizer come from.
 
-        Raises ValueError where no family holds the model, or `like` is another model.
+        Raises ValueError where no model type holds the model, or `like` is another model.
         """
-        self.cfg, self._params, self._places = cfg, params, architecture.places(cfg)
+        self.cfg, self._params = cfg, params
         self.quantization, dtype = Quantization(), f"{params['embed'].dtype}"
         if like is None:
-            family = family or hf_config.family_for(cfg)
-            self.config, self.directory = hf_config.write(cfg, family, dtype), None
-            self.beside = {}
-            self.layout = Layout(interleaved=family == "qwen3_next", ngram_shards=bool(cfg.ngram))
+            self.config, self.layout = described(cfg, dtype)
+            self.directory, self.beside = None, {}
         else:
             hf_config.check_same(cfg, like.cfg, f"the model in {like.directory}")
             self.config = hf_config.with_dtype(like.config, dtype)
@@ -172,7 +168,7 @@ class Held:
         stacked = 0 if layer is None else 1
         return {
             name: Spec(array.shape[stacked:], array.dtype)
-            for name, array in self._arrays(layer).items()
+            for name, array in layer_arrays(self._params, self.cfg, layer).items()
         }
 
     def rows(self, layer: int | None, name: str, part: int, rows: slice) -> np.ndarray:
@@ -186,21 +182,36 @@ class Held:
 
     @functools.lru_cache(maxsize=4)  # noqa: B019  (host copies of the leaves in work)
     def _array(self, layer, name):
-        array = self._arrays(layer)[name]
-        if layer is None:
-            return np.asarray(array)
-        repeat = self._places[layer].repeat
-        if isinstance(array, np.ndarray):
-            return array[repeat]
-        return np.asarray(jax.lax.dynamic_index_in_dim(array, repeat, keepdims=False))
+        return layer_array(layer_arrays(self._params, self.cfg, layer)[name], self.cfg, layer)
 
-    def _arrays(self, layer):
-        """The arrays that hold a layer, stacked over repeats."""
-        if layer is None:
-            top = {k: v for k, v in self._params.items() if not k.startswith("layers_")}
-            return dict(named(top))
-        place = self._places[layer]
-        return dict(named(self._params[place.segment][place.position]))
+
+def described(cfg: ModelConfig, dtype: str) -> tuple[dict[str, Any], Layout]:
+    """(config.json, Layout) of the first model type that holds a model.
+
+    Raises ValueError where none does.
+    """
+    family = hf_config.family_for(cfg)
+    layout = Layout(interleaved=family == "qwen3_next", ngram_shards=1 if cfg.ngram else 0)
+    return hf_config.write(cfg, family, dtype), layout
+
+
+def layer_arrays(params: dict, cfg: ModelConfig, layer: int | None) -> dict[str, Any]:
+    """The arrays of a parameter tree that hold a layer, stacked over repeats."""
+    if layer is None:
+        stacks = {segment.name for segment in architecture.segments(cfg)}
+        return dict(named({key: leaf for key, leaf in params.items() if key not in stacks}))
+    place = architecture.places(cfg)[layer]
+    return dict(named(params[place.segment][place.position]))
+
+
+def layer_array(stacked: Any, cfg: ModelConfig, layer: int | None) -> np.ndarray:
+    """A layer's part of one of its `layer_arrays`, on the host."""
+    if layer is None:
+        return np.asarray(stacked)
+    repeat = architecture.places(cfg)[layer].repeat
+    if isinstance(stacked, np.ndarray):
+        return stacked[repeat]
+    return np.asarray(jax.lax.dynamic_index_in_dim(stacked, repeat, keepdims=False))
 
 
 def named(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
