@@ -3,7 +3,8 @@
     python -m experiments.rl --config=configs/tiny_family.py:qwen3_8_flash_next --workdir=runs/flash
     python -m experiments.mismatch --config=configs/tiny_family.py:qwen3_6_35b_a3b --workdir=runs/a
 
-Names: models/config.py. Every linear layer and the KV cache are in FP4, all layers guided.
+Names: models/config.py. As in tiny_cpu.py, every site is in FP4 but the head's input and the
+recurrent state, and all layers are guided.
 """
 
 import dataclasses

@@ -196,9 +196,6 @@ SPECIAL_TOKENS = (  # fields of tokenizer_config.json
 TURN_END, DOCUMENT_END = "<|im_end|>", "<|endoftext|>"
 
 
-Tokenizer = ByteTokenizer | CheckpointTokenizer
-
-
 def _read_json(path: Path) -> dict:
     """The object of a JSON file; empty where there is no file."""
     if not path.is_file():

@@ -68,19 +68,12 @@ def tensors(case: Case, dtype: np.dtype = BF16, seed: int = 0) -> dict[str, np.n
     """Random tensors of a checkpoint; the decay of DeltaNet and its norm in float32."""
     rng, cfg, found = np.random.default_rng(seed), case.cfg, {}
     for layer in (None, *range(cfg.num_layers)):
-        for leaf in leaves(case, layer):
+        for leaf in hf_names.leaves(cfg, case.layout, layer):
             kept = leaf.name in ("delta_net/A_log", "delta_net/norm/scale")
-            for piece in (piece for pieces in leaf.parts for piece in pieces):
+            for piece in leaf.pieces:
                 values = rng.normal(size=piece.shape).astype(np.float32)
                 found[piece.tensor] = values if kept else values.astype(dtype)
     return found | hf_names.constants(cfg, case.layout)
-
-
-def leaves(case: Case, layer: int | None) -> list[hf_names.Leaf]:
-    """The leaves of a layer, or of what lies outside layers."""
-    if layer is None:
-        return hf_names.top_leaves(case.cfg, case.layout)
-    return hf_names.layer_leaves(case.cfg, case.layout, layer)
 
 
 def config_json(case: Case, **more) -> dict:

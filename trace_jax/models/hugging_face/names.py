@@ -6,6 +6,7 @@ A leaf has one part or, with experts, one an expert. Only leading axes are named
 moves values, packed FP4 codes and block scales. Source: qwen.md section 3, transformers 5.24.
 """
 
+import itertools
 import math
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -53,6 +54,11 @@ class Leaf(NamedTuple):
     parts: tuple[tuple[Piece, ...], ...]  # [experts] or [1]; the pieces of a part in order of rows
 
     @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """The pieces of all its parts."""
+        return tuple(itertools.chain.from_iterable(self.parts))
+
+    @property
     def stacked(self) -> bool:
         """Whether the leading axis counts parts (experts)."""
         return len(self.shape) == 3
@@ -80,10 +86,13 @@ def layout_of(names: Iterable[str]) -> Layout:
 
 def kind_beside(name: str) -> str:
     """What a tensor beside the language model is, as a pattern; "" for one that is none."""
-    kinds = [f"{prefix}*" for prefix in BESIDE if name.startswith(prefix)]
-    kinds += [f"*{end}" for end in STATISTICS if name.endswith(end)]
-    kinds += ["*.hashstats_*"] * (".ple_embedding.hashstats_" in name)
-    return kinds[0] if kinds else ""
+    for prefix in BESIDE:
+        if name.startswith(prefix):
+            return f"{prefix}*"
+    for end in STATISTICS:
+        if name.endswith(end):
+            return f"*{end}"
+    return "*.hashstats_*" if ".ple_embedding.hashstats_" in name else ""
 
 
 def is_beside(name: str, cfg: ModelConfig) -> bool:
@@ -101,8 +110,12 @@ def joined(name: str, tensors: Iterable[str], shape: tuple[int, ...], rows: int)
     return Leaf(name, shape, (_below(tensors, shape, rows),))
 
 
-def top_leaves(cfg: ModelConfig, layout: Layout) -> list[Leaf]:
-    """The leaves outside layers."""
+def leaves(cfg: ModelConfig, layout: Layout, layer: int | None) -> list[Leaf]:
+    """The leaves of a layer, or (None) those outside layers."""
+    return _top_leaves(cfg, layout) if layer is None else _layer_leaves(cfg, layout, layer)
+
+
+def _top_leaves(cfg, layout):
     table = (cfg.vocab_size, cfg.hidden_size)
     found = [whole("embed", layout.prefix + EMBED, table)]
     if cfg.hyper_connection:
@@ -115,8 +128,7 @@ def top_leaves(cfg: ModelConfig, layout: Layout) -> list[Leaf]:
     return found
 
 
-def layer_leaves(cfg: ModelConfig, layout: Layout, layer: int) -> list[Leaf]:
-    """The leaves of a layer."""
+def _layer_leaves(cfg, layout, layer):
     prefix, D = f"{layout.prefix}layers.{layer}.", cfg.hidden_size
     if cfg.hyper_connection:
         found = [

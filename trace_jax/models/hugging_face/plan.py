@@ -135,10 +135,7 @@ class Plan:
         """The pieces of every tensor."""
         cfg, moves = self.source.cfg, {}
         for layer in (None, *range(cfg.num_layers)):
-            if layer is None:
-                leaves = hf_names.top_leaves(cfg, self.layout)
-            else:
-                leaves = hf_names.layer_leaves(cfg, self.layout, layer)
+            leaves = hf_names.leaves(cfg, self.layout, layer)
             specs = self.source.specs(layer)
             _check_leaves(layer, leaves, specs)
             for leaf in leaves:

@@ -46,10 +46,8 @@ class Checkpoint:
         self._check_constants()
 
     def leaves(self, layer: int | None) -> list[Leaf]:
-        """The leaves of a layer."""
-        if layer is None:
-            return hf_names.top_leaves(self.cfg, self.layout)
-        return hf_names.layer_leaves(self.cfg, self.layout, layer)
+        """The leaves of a layer, or (None) those outside layers."""
+        return hf_names.leaves(self.cfg, self.layout, layer)
 
     def specs(self, layer: int | None) -> dict[str, Spec]:
         """Shape and dtype of each array. Raises ValueError for a leaf stored in several ways."""
@@ -79,7 +77,7 @@ class Checkpoint:
     def _specs(self, layer, leaf):
         """The arrays of a leaf."""
         dtypes = {}
-        for piece in (piece for pieces in leaf.parts for piece in pieces):
+        for piece in leaf.pieces:
             kind = self._kind(piece.tensor)
             if kind == "fp8":
                 dtypes[hf_quantized.BF16] = piece.tensor
@@ -162,7 +160,7 @@ class Checkpoint:
         wanted, missing, misshapen = {}, [], []
         for layer in (None, *range(self.cfg.num_layers)):
             for leaf in self.leaves(layer):
-                for piece in (piece for pieces in leaf.parts for piece in pieces):
+                for piece in leaf.pieces:
                     kind = self._kind(piece.tensor)
                     self.unpacks |= kind == "fp8" or (self.dequantize and kind == "nvfp4")
                     wanted |= hf_quantized.stored_shapes(

@@ -105,20 +105,14 @@ def directory_tensors(directory: Path) -> dict[str, Stored]:
     return {name: shards[file][name] for name, file in placed.items()}
 
 
-def read_into(out: np.ndarray, tensor: Stored, row: int = 0) -> None:
-    """Fills a contiguous array of its dtype with the rows of a tensor from `row` on."""
-    assert out.dtype == tensor.dtype, (out.dtype, tensor)
-    with open(tensor.path, "rb") as file:
-        file.seek(tensor.offset + row * tensor.row_bytes)
-        if file.readinto(memoryview(out.reshape(-1).view(np.uint8))) != out.nbytes:
-            raise ValueError(f"{tensor.path} ends within a tensor: copy it again")
-
-
 def read(tensor: Stored, row: int = 0, rows: int | None = None) -> np.ndarray:
     """The tensor, or that many rows of it from `row` on."""
     shape = tensor.shape if rows is None else (rows, *tensor.shape[1:])
     out = np.empty(shape, tensor.dtype)
-    read_into(out, tensor, row)
+    with open(tensor.path, "rb") as file:
+        file.seek(tensor.offset + row * tensor.row_bytes)
+        if file.readinto(memoryview(out.reshape(-1).view(np.uint8))) != out.nbytes:
+            raise ValueError(f"{tensor.path} ends within a tensor: copy it again")
     return out
 
 
