@@ -5,7 +5,6 @@ differ (qwen.md section 1). A value that would change the numbers and is not mod
 """
 
 import dataclasses
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -54,6 +53,42 @@ FAMILIES = {
 PREFERRED = ("qwen3_5_moe_text", "qwen3_next", "qwen4_exp_text", "qwen3_moe", "qwen3", "llama")
 NESTED = {"qwen3_5_moe": "qwen3_5_moe_text", "qwen4_exp": "qwen4_exp_text"}
 
+# Our fields and the keys that name the same numbers, for `read` and `write` alike.
+SIZES = dict(
+    vocab_size="vocab_size", hidden_size="hidden_size", num_layers="num_hidden_layers",
+    num_heads="num_attention_heads", num_kv_heads="num_key_value_heads", head_dim="head_dim",
+    rms_norm_eps="rms_norm_eps", initializer_range="initializer_range",
+)  # fmt: skip
+DENSE = dict(intermediate_size="intermediate_size")
+EXPERTS = dict(
+    num_experts="num_experts", num_experts_per_token="num_experts_per_tok",
+    moe_intermediate_size="moe_intermediate_size",
+)  # fmt: skip
+SHARED_EXPERT = dict(shared_expert_size="shared_expert_intermediate_size")
+PART_KEYS = {
+    DeltaNetConfig: dict(
+        num_key_heads="linear_num_key_heads", num_value_heads="linear_num_value_heads",
+        key_head_dim="linear_key_head_dim", value_head_dim="linear_value_head_dim",
+        conv_size="linear_conv_kernel_dim",
+    ),
+    HyperConnectionConfig: dict(streams="hc_count", rank="hc_lowrank"),
+    IndexerConfig: dict(
+        num_heads="indexer_n_heads", head_dim="indexer_head_dim", budget="indexer_budget",
+        block="indexer_compress_ratio",
+    ),
+    NgramConfig: dict(
+        size="ngram_size", heads_per_ngram="heads_per_ngram", embed_dim="ple_embed_dim",
+        vocab_size_base="ngram_vocab_size_base", divisible_by="make_ngram_vocab_size_divisible_by",
+        seed="seed", conv_size="ple_conv_kernel_size",
+    ),
+}  # fmt: skip
+# What stands for a key that is not there; others must be.
+DEFAULTS = dict(
+    rms_norm_eps=1e-6, initializer_range=0.02, linear_conv_kernel_dim=4, ngram_size=3,
+    heads_per_ngram=8, ngram_vocab_size_base=20_000_000, make_ngram_vocab_size_divisible_by=128,
+    seed=1234, ple_conv_kernel_size=4,
+)  # fmt: skip
+
 # Keys that would change the numbers: the values that do not.
 ONLY = {
     "hidden_act": ("silu",),
@@ -90,21 +125,13 @@ def read(config: Mapping[str, Any]) -> ModelConfig:
     family = FAMILIES[family_of(config)]
     text = text_config(config)
     _check_values(text)
-    need = functools.partial(_need, text)
-    heads, hidden = need("num_attention_heads"), need("hidden_size")
+    heads, hidden = _need(text, "num_attention_heads"), _need(text, "hidden_size")
     theta, fraction = _rope(text, family.rotary_fraction)
     mixers = _mixers(text, family)
-    sizes = dict(
-        vocab_size=need("vocab_size"),
-        hidden_size=hidden,
-        num_layers=need("num_hidden_layers"),
-        num_heads=heads,
-        num_kv_heads=_get(text, "num_key_value_heads", heads),
-        head_dim=_get(text, "head_dim", hidden // heads),
+    sizes = _fields(text, SIZES, num_key_value_heads=heads, head_dim=hidden // heads)
+    sizes |= dict(
         rope_theta=theta,
         rotary_fraction=fraction,
-        rms_norm_eps=_get(text, "rms_norm_eps", 1e-6),
-        initializer_range=_get(text, "initializer_range", 0.02),
         qk_norm=family.qk_norm,
         attention_gate=family.hybrid,
         zero_centered_norms=family.hybrid,
@@ -112,27 +139,16 @@ def read(config: Mapping[str, Any]) -> ModelConfig:
         layer_pattern=_pattern(mixers),
     )
     if family.moe:
-        experts = _get(text, "num_experts", _get(text, "num_local_experts", None))
+        experts = _get(text, "num_experts", text.get("num_local_experts"))
+        sizes |= _fields({**text, "num_experts": experts}, EXPERTS)
         keep = family.norm_topk_prob
-        sizes |= dict(
-            num_experts=need("num_experts") if experts is None else experts,
-            num_experts_per_token=need("num_experts_per_tok"),
-            moe_intermediate_size=need("moe_intermediate_size"),
-            norm_topk_prob=True if keep is None else _get(text, "norm_topk_prob", keep),
-        )
+        sizes["norm_topk_prob"] = True if keep is None else _get(text, "norm_topk_prob", keep)
     else:
-        sizes["intermediate_size"] = need("intermediate_size")
+        sizes |= _fields(text, DENSE)
     if family.hybrid:
-        sizes["shared_expert_size"] = need("shared_expert_intermediate_size")
+        sizes |= _fields(text, SHARED_EXPERT)
     if DELTA_NET in mixers:
-        sizes["delta_net"] = DeltaNetConfig(
-            need("linear_num_key_heads"),
-            need("linear_num_value_heads"),
-            need("linear_key_head_dim"),
-            need("linear_value_head_dim"),
-            _get(text, "linear_conv_kernel_dim", 4),
-            _gate(text, family),
-        )
+        sizes["delta_net"] = _part(text, DeltaNetConfig, gate=_gate(text, family))
     if family.streams:
         sizes |= _streams(text)
     return ModelConfig(**sizes)
@@ -150,15 +166,8 @@ def write(cfg: ModelConfig, family: str, dtype: str = "bfloat16") -> dict[str, A
         architectures=[kind.architecture],
         model_type=family,
         dtype=dtype,
-        vocab_size=cfg.vocab_size,
-        hidden_size=cfg.hidden_size,
-        num_hidden_layers=cfg.num_layers,
-        num_attention_heads=cfg.num_heads,
-        num_key_value_heads=cfg.num_kv_heads,
-        head_dim=cfg.head_dim,
+        **_keys(cfg, SIZES),
         hidden_act="silu",
-        initializer_range=cfg.initializer_range,
-        rms_norm_eps=cfg.rms_norm_eps,
         tie_word_embeddings=cfg.tie_embeddings,
         attention_bias=False,
         attention_dropout=0.0,
@@ -170,49 +179,22 @@ def write(cfg: ModelConfig, family: str, dtype: str = "bfloat16") -> dict[str, A
         ),
     )
     if kind.moe:
-        made |= dict(
-            num_experts=cfg.num_experts,
-            num_experts_per_tok=cfg.num_experts_per_token,
-            moe_intermediate_size=cfg.moe_intermediate_size,
-            norm_topk_prob=cfg.norm_topk_prob,
-        )
+        made |= _keys(cfg, EXPERTS) | {"norm_topk_prob": cfg.norm_topk_prob}
     else:
-        made["intermediate_size"] = cfg.intermediate_size
+        made |= _keys(cfg, DENSE)
     if kind.hybrid:
-        made["shared_expert_intermediate_size"] = cfg.shared_expert_size
+        made |= _keys(cfg, SHARED_EXPERT)
         made["layer_types"] = [types[mixer] for mixer in cfg.mixers]
-    if d := cfg.delta_net:
-        made |= dict(
-            linear_num_key_heads=d.num_key_heads,
-            linear_num_value_heads=d.num_value_heads,
-            linear_key_head_dim=d.key_head_dim,
-            linear_value_head_dim=d.value_head_dim,
-            linear_conv_kernel_dim=d.conv_size,
-            output_gate_type=d.gate,
-        )
-    if h := cfg.hyper_connection:
-        made |= dict(hc_count=h.streams, hc_lowrank=h.rank)
-    if i := cfg.indexer:
-        made |= dict(
-            indexer_n_heads=i.num_heads,
-            indexer_kv_heads=1,
-            indexer_head_dim=i.head_dim,
-            indexer_budget=i.budget,
-            indexer_compress_ratio=i.block,
-        )
+    for part in (cfg.delta_net, cfg.hyper_connection, cfg.indexer, cfg.ngram):
+        if part:
+            made |= _keys(part, PART_KEYS[type(part)])
+    if cfg.delta_net:
+        made["output_gate_type"] = cfg.delta_net.gate
+    if cfg.indexer:
+        made["indexer_kv_heads"] = 1
     if n := cfg.ngram:
-        made |= dict(
-            ple_layer_ids=[layer + 1 for layer in n.layers],
-            ple_embed_dim=n.embed_dim,
-            ple_conv_kernel_size=n.conv_size,
-            ngram_size=n.size,
-            heads_per_ngram=n.heads_per_ngram,
-            ngram_vocab_size_base=n.vocab_size_base,
-            make_ngram_vocab_size_divisible_by=n.divisible_by,
-            split_ngram_parts=1,
-            seed=n.seed,
-            eos_token_id=n.eos_id,
-        )
+        ids = [layer + 1 for layer in n.layers]
+        made |= dict(ple_layer_ids=ids, split_ngram_parts=1, eos_token_id=n.eos_id)
     check_same(cfg, read(made), family)
     return made
 
@@ -261,6 +243,24 @@ def _need(text, key):
 
 def _get(config, key, default):
     return default if config.get(key) is None else config[key]
+
+
+def _fields(text, keys, **defaults):
+    """Our fields of a config.json; `defaults` by its keys, beside DEFAULTS."""
+    defaults = DEFAULTS | defaults
+    return {
+        field: _get(text, key, defaults[key]) if key in defaults else _need(text, key)
+        for field, key in keys.items()
+    }
+
+
+def _keys(section, keys):
+    """What `_fields` reads."""
+    return {key: getattr(section, field) for field, key in keys.items()}
+
+
+def _part(text, kind, **others):
+    return kind(**_fields(text, PART_KEYS[kind]), **others)
 
 
 def _check_values(text):
@@ -324,29 +324,15 @@ def _gate(text, family):
 
 def _streams(text):
     """The parts that only Flash-Next has."""
-    found = {
-        "hyper_connection": HyperConnectionConfig(
-            _need(text, "hc_count"), _need(text, "hc_lowrank")
-        )
-    }
+    found = {"hyper_connection": _part(text, HyperConnectionConfig)}
     if text.get("indexer_n_heads") is not None:
-        found["indexer"] = IndexerConfig(
-            text["indexer_n_heads"],
-            _need(text, "indexer_head_dim"),
-            _need(text, "indexer_budget"),
-            _need(text, "indexer_compress_ratio"),
-        )
+        found["indexer"] = _part(text, IndexerConfig)
     if text.get("ple_layer_ids"):
         eos = _need(text, "eos_token_id")
-        found["ngram"] = NgramConfig(
+        found["ngram"] = _part(
+            {**text, "ple_embed_dim": _get(text, "ple_embed_dim", text["hidden_size"])},
+            NgramConfig,
             layers=tuple(sorted({layer - 1 for layer in text["ple_layer_ids"]})),  # from 1 on disk
-            size=_get(text, "ngram_size", 3),
-            heads_per_ngram=_get(text, "heads_per_ngram", 8),
-            embed_dim=_get(text, "ple_embed_dim", text["hidden_size"]),
-            vocab_size_base=_get(text, "ngram_vocab_size_base", 20_000_000),
-            divisible_by=_get(text, "make_ngram_vocab_size_divisible_by", 128),
-            seed=_get(text, "seed", 1234),
             eos_id=eos[0] if isinstance(eos, list) else eos,
-            conv_size=_get(text, "ple_conv_kernel_size", 4),
         )
     return found
