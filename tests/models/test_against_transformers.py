@@ -6,7 +6,6 @@ from their names. Directories are written as save_pretrained writes them, then r
 
 import dataclasses
 import functools
-import importlib.util
 import json
 import tempfile
 from pathlib import Path
@@ -18,6 +17,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from tests.golden.hugging_face import weights
 from trace_jax.guidance.policy import NOTHING
 from trace_jax.models import cache, checkpoint_hf, decoder
 
@@ -26,10 +26,6 @@ CASES = sorted(path.stem for path in GOLDEN.glob("*.json"))
 DECODED = ["llama", "qwen3_moe_a", "qwen3_next_b", "qwen3_5_moe_flat_a", "qwen4_exp_flat_b"]
 WITH_EXPERTS = [case for case in CASES if "llama" not in case and "dense" not in case]
 TOLERANCE = 1e-4
-
-_spec = importlib.util.spec_from_file_location("golden_weights", GOLDEN / "weights.py")
-weights = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(weights)
 
 
 @functools.cache
