@@ -15,7 +15,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from trace_jax.formats.block_scaled import Operand, to_compute
 from trace_jax.kernels.matmul import matmul
 from trace_jax.models.architecture import ModelConfig
 from trace_jax.models.layer_context import LayerContext
@@ -53,8 +52,8 @@ class HyperConnection(nn.Module):
         norm = RMSNorm(s * D, cfg.rms_norm_eps, cfg.zero_centered_norms, groups=s, name="norm")
         n_BTsD = norm(x_BTsD)
         wide = n_BTsD.reshape(B, T, s * D)
-        low = jax.nn.silu(matmul(plain(wide, context), down) / s)
-        mix = jax.nn.sigmoid(matmul(plain(low, context), up))
+        low = jax.nn.silu(matmul(context.plain(wide), down) / s)
+        mix = jax.nn.sigmoid(matmul(context.plain(low), up))
         read_BTD = jnp.mean(mix.reshape(n_BTsD.shape) * n_BTsD, axis=2)
         if not self.inject:
             return read_BTD, None
@@ -68,8 +67,3 @@ class HyperConnection(nn.Module):
             return x_BTsD + gain_BTs[..., None] * y_BTD[:, :, None]
 
         return read_BTD, write
-
-
-def plain(x: jax.Array, context: LayerContext) -> Operand:
-    """The Operand of an activation that is no quantization site."""
-    return Operand(to_compute(x, context.dtype), None)

@@ -45,6 +45,10 @@ class LayerContext:
         found = self.guides.get(site)
         return self.quantize_under(site, x, found and found.guide)
 
+    def plain(self, x: jax.Array) -> Operand:
+        """The Operand of an activation that is not quantized."""
+        return Operand(to_compute(x, self.dtype), None)
+
     def quantize_under(
         self, site: str, x: jax.Array, guide: Guide | None
     ) -> tuple[Operand, BlockScaled | None]:
@@ -54,7 +58,7 @@ class LayerContext:
         if fmt is None:
             seen = dict(self.policy.observed).get(site)
             q = None if seen is None else quantizer.round_value(fixed, seen, "row", None)
-            return Operand(to_compute(x, self.dtype), None), q
+            return self.plain(x), q
         nearest = lambda: quantizer.round_value(fixed, fmt, "row", None)
         guided = lambda: quantizer.round_value(fixed, fmt, "row", guide)
         if guide is None:

@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trace_jax.formats.block_scaled import Operand, to_compute
 from trace_jax.kernels.matmul import matmul
 from trace_jax.models.architecture import ModelConfig, NgramConfig
 from trace_jax.models.config import ngram_primes, ngram_rows
@@ -186,9 +185,9 @@ class NgramEmbedding(nn.Module):
         window_BTn = jnp.stack([history[:, k : k + T] for k in reversed(range(ngram.size))], -1)
         rows_BTh = table_rows(window_BTn, ngram, cfg.vocab_size, self.ordinal)
 
-        e = to_compute(look_up(table, rows_BTh).reshape(B, T, width), context.dtype)
+        e = context.plain(look_up(table, rows_BTh).reshape(B, T, width))
         project = lambda name, size: matmul(
-            Operand(e, None), weight(self, name, (size, width), (None, "embed"), context, std)
+            e, weight(self, name, (size, width), (None, "embed"), context, std)
         )
         norm = lambda name, x_BTsD: RMSNorm(
             N, cfg.rms_norm_eps, cfg.zero_centered_norms, groups=s, name=name

@@ -19,7 +19,11 @@ from trace_jax.models.layer_context import LayerContext
 
 
 def parameter(
-    module: nn.Module, name: str, shape: tuple[int, ...], axes: tuple[str, ...], init: Callable
+    module: nn.Module,
+    name: str,
+    shape: tuple[int, ...],
+    axes: tuple[str | None, ...],
+    init: Callable,
 ) -> jax.Array | BlockScaled | Operand:
     """The parameter `name` of a module; made float32 by `init` with its logical axes named."""
     make = nn.with_logical_partitioning(init, axes)
@@ -33,7 +37,7 @@ def weight(
     module: nn.Module,
     name: str,
     shape: tuple[int, ...],
-    axes: tuple[str, ...],
+    axes: tuple[str | None, ...],
     context: LayerContext,
     std: float,
 ) -> Operand:

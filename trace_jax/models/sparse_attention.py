@@ -24,7 +24,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from trace_jax.formats.block_scaled import Operand, to_compute
+from trace_jax.formats.block_scaled import to_compute
 from trace_jax.kernels.matmul import matmul
 from trace_jax.models.architecture import IndexerConfig, ModelConfig
 from trace_jax.models.layer_context import LayerContext
@@ -57,7 +57,7 @@ class Indexer(nn.Module):
         B, T, D = x_BTD.shape
         shape = ((H + 1) * C, D)
         qk = weight(self, "qk", shape, (None, "embed"), context, cfg.initializer_range)
-        heads = matmul(Operand(to_compute(x_BTD, context.dtype), None), qk).reshape(B, T, H + 1, C)
+        heads = matmul(context.plain(x_BTD), qk).reshape(B, T, H + 1, C)
         q_BTHC = rope(self.q_norm(heads[:, :, :H]), positions_BT, cfg.rope_theta, cfg.rotary_dim)
         return q_BTHC, to_compute(heads[:, :, H], context.dtype)
 
