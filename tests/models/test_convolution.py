@@ -15,6 +15,11 @@ def draw(*shape, seed=0):
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
+def start(width, dilation=1, batch=B, channels=N):
+    """The tail ahead of a sequence."""
+    return jnp.zeros((batch, (width - 1) * dilation, channels))
+
+
 def oracle(x_BTN, w_NW, dilation):
     """One product at a time, float64; zeros before the start."""
     y_BTN, width = np.zeros(x_BTN.shape), w_NW.shape[1]
@@ -28,10 +33,10 @@ def oracle(x_BTN, w_NW, dilation):
 def test_the_last_tap_multiplies_the_current_token():
     digits_BTN = jnp.arange(1.0, 6)[None, :, None]
     taps_NW = jnp.array([[1000.0, 100, 10, 1]])
-    y, tail = causal_convolution(digits_BTN, taps_NW, None, None)
+    y, tail = causal_convolution(digits_BTN, taps_NW, start(4, 1, 1, 1), None)
     assert y[0, :, 0].tolist() == [1, 12, 123, 1234, 2345]
     assert tail[0, :, 0].tolist() == [3, 4, 5]
-    y, tail = causal_convolution(digits_BTN, taps_NW, None, None, dilation=2)
+    y, tail = causal_convolution(digits_BTN, taps_NW, start(4, 2, 1, 1), None, dilation=2)
     assert y[0, :, 0].tolist() == [1, 2, 13, 24, 135]
     assert tail[0, :, 0].tolist() == [0, 1, 2, 3, 4, 5]
 
@@ -39,7 +44,7 @@ def test_the_last_tap_multiplies_the_current_token():
 @pytest.mark.parametrize(("width", "dilation"), [(4, 1), (4, 3), (2, 5), (1, 1)])
 def test_it_equals_the_sum_of_products(width, dilation):
     x_BTN, w_NW = draw(B, T, N), draw(N, width, seed=1)
-    y_BTN, tail_BPN = causal_convolution(x_BTN, w_NW, None, None, dilation)
+    y_BTN, tail_BPN = causal_convolution(x_BTN, w_NW, start(width, dilation), None, dilation)
     assert y_BTN.dtype == tail_BPN.dtype == jnp.float32
     assert tail_BPN.shape == (B, (width - 1) * dilation, N)
     np.testing.assert_allclose(y_BTN, oracle(x_BTN, w_NW, dilation), atol=2e-6)
@@ -48,10 +53,10 @@ def test_it_equals_the_sum_of_products(width, dilation):
 @pytest.mark.parametrize("dilation", [1, 3])
 def test_padded_prompts_and_single_tokens_continue_without_a_seam(dilation):
     x_BTN, w_NW = draw(B, T, N), draw(N, 4, seed=1)
-    whole, whole_tail = causal_convolution(x_BTN, w_NW, None, None, dilation)
+    whole, whole_tail = causal_convolution(x_BTN, w_NW, start(4, dilation), None, dilation)
     lengths_B = np.array([5, 1])  # the second is shorter than what the taps reach
     prompt_BTN = np.where(np.arange(7)[:, None] < lengths_B[:, None, None], x_BTN[:, :7], np.nan)
-    y, tail_BPN = causal_convolution(prompt_BTN, w_NW, None, lengths_B, dilation)
+    y, tail_BPN = causal_convolution(prompt_BTN, w_NW, start(4, dilation), lengths_B, dilation)
     for b, length in enumerate(lengths_B):
         assert np.array_equal(y[b, :length], whole[b, :length])
     step = jax.jit(causal_convolution, static_argnames="dilation")
@@ -75,6 +80,6 @@ def test_gradients_of_input_filters_and_tail():
 def test_bad_shapes_say_what_fits():
     x_BTN, w_NW = draw(B, T, N), draw(N, 4)
     with pytest.raises(ValueError, match=r"w\(4, 4\): x\(2, 11, 3\) has 3 channels"):
-        causal_convolution(x_BTN, draw(4, 4), None, None)
+        causal_convolution(x_BTN, draw(4, 4), start(4), None)
     with pytest.raises(ValueError, match=r"4 taps, dilation 3, .* read 9 earlier .*\(2, 9, 3\)"):
         causal_convolution(x_BTN, w_NW, draw(B, 3, N), None, dilation=3)

@@ -33,10 +33,10 @@ class Recording:
         """The sites recorded."""
         return tuple(site for site, _ in self.layers)
 
-    def encode(self, quantized: Mapping[str, BlockScaled]) -> dict[str, Guide]:
+    def encode(self, quantized: Mapping[str, BlockScaled | None]) -> dict[str, Guide]:
         """The Guides of one layer's quantized tensors, for those recorded and their sequences."""
-        kept = [site for site in self.sites if site in quantized]
-        guides = {site: quantizer.encode(quantized[site], self.encoding) for site in kept}
+        kept = {site: quantized[site] for site in self.sites if quantized.get(site) is not None}
+        guides = {site: quantizer.encode(q, self.encoding) for site, q in kept.items()}
         return jax.tree.map(lambda a: a[: self.sequences], guides)
 
 
@@ -112,9 +112,13 @@ class Guidance:
         return found
 
 
-def keep(record: Recording, guides: dict[str, Guide], site_layers: SiteLayers) -> Guidance:
-    """The Guidance of what is recorded, from Guides [layers, B, T, ...] of all layers of a site."""
-    present = dict(site_layers)
+def keep(
+    record: Recording, guides: dict[str, Guide], present: Mapping[str, tuple[int, ...]]
+) -> Guidance:
+    """The Guidance of what is recorded, from Guides [layers, B, T, ...] of the layers `present`.
+
+    What is recorded of a site lies side by side among them.
+    """
 
     def kept(site, layers):
         rows = [present[site].index(layer) for layer in layers]
@@ -140,6 +144,6 @@ def reduce(full: Guidance, recording: Recording) -> Guidance:
         q = BlockScaled(guide.bits, guide.scales, guide.outer, guide.fmt)
         return quantizer.encode(q, recording.encoding)
 
-    kept = keep(recording, full.guides, full.layers)
+    kept = keep(recording, full.guides, dict(full.layers))
     first = jax.tree.map(lambda a: a[:, : recording.sequences], kept.guides)
     return Guidance({site: encode(guide) for site, guide in first.items()}, recording.layers)

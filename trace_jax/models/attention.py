@@ -75,7 +75,7 @@ class Attention(nn.Module):
         context: LayerContext,
         cache: Cache | None,
         row: jax.Array,
-    ) -> tuple[jax.Array, Cache | None, dict[str, BlockScaled]]:
+    ) -> tuple[jax.Array, Cache | None, dict[str, BlockScaled | None]]:
         """Output float32 [B, T, D], the cache with K and V in its `row`, what was quantized."""
         cfg = self.cfg
         D, C, H, K = cfg.hidden_size, cfg.head_dim, cfg.num_heads, cfg.num_kv_heads
@@ -125,4 +125,4 @@ class Attention(nn.Module):
         quantized = {
             "attention/in": q_in, "attention/k": q_k, "attention/v": q_v, "attention/out": q_out,
         }  # fmt: skip
-        return matmul(y, w_DF), cache, {s: q for s, q in quantized.items() if q is not None}
+        return matmul(y, w_DF), cache, quantized

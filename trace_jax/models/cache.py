@@ -18,7 +18,7 @@ from trace_jax.formats import bits, block_scaled
 from trace_jax.formats import quantize as formats
 from trace_jax.formats.block_scaled import BlockScaled, Operand
 from trace_jax.guidance.policy import Policy
-from trace_jax.models import ngram_embedding
+from trace_jax.models import delta_net, ngram_embedding
 from trace_jax.models.architecture import ATTENTION, DELTA_NET, ModelConfig, layers_with
 from trace_jax.models.delta_net import DeltaState
 from trace_jax.models.ngram_embedding import NgramState
@@ -40,37 +40,37 @@ class Cache:
 def empty(cfg: ModelConfig, policy: Policy, batch: int, length: int, dtype: jnp.dtype) -> Cache:
     """A Cache that remembers nothing, for `batch` sequences of up to `length` tokens."""
     attention, delta = (len(layers_with(cfg, mixer)) for mixer in (ATTENTION, DELTA_NET))
-    shape = (attention, batch, cfg.num_kv_heads, length)
 
     def rows(site):
+        shape = (attention, batch, cfg.num_kv_heads, length)
         fmt = policy.fmt(site)
         one = lambda x: x.astype(dtype) if fmt is None else formats.quantize(x, fmt)
         row = jax.eval_shape(one, jnp.zeros(cfg.head_dim))
         return jax.tree.map(lambda a: jnp.zeros(shape + a.shape, bits.dtype_of(a.dtype)), row)
 
-    def zeros(layers, *shape):
-        return jnp.zeros((layers, batch, *shape), jnp.float32)
+    def stack(layers, state):
+        return jax.tree.map(lambda a: jnp.broadcast_to(a, (layers, *a.shape)), state)
 
-    d, n = cfg.delta_net, cfg.ngram
+    n = cfg.ngram
     keys = (attention, batch, length, cfg.indexer.head_dim) if cfg.indexer else None
     return Cache(
         k=rows("attention/k") if attention else None,
         v=rows("attention/v") if attention else None,
         index_keys=jnp.zeros(keys, bits.dtype_of(dtype)) if keys else None,
-        delta=DeltaState(
-            zeros(delta, d.num_value_heads, d.key_head_dim, d.value_head_dim),
-            zeros(delta, d.conv_size - 1, d.conv_width),
-        )
-        if d
-        else None,
-        ngram=jax.tree.map(
-            lambda a: jnp.broadcast_to(a, (len(n.layers), *a.shape)),
-            ngram_embedding.empty(cfg, batch),
-        )
-        if n
-        else None,
+        delta=stack(delta, delta_net.empty(cfg, batch)) if delta else None,
+        ngram=stack(len(n.layers), ngram_embedding.empty(cfg, batch)) if n else None,
         length=length,
     )
+
+
+def check_room(cache: Cache, tokens_BT: jax.Array, positions_BT: jax.Array) -> None:
+    """Raises ValueError where these tokens overflow the cache, as far as can be known."""
+    known = not isinstance(positions_BT, jax.core.Tracer)
+    needed = int(jnp.max(positions_BT)) + 1 if known else tokens_BT.shape[1]
+    if needed > cache.length:
+        raise ValueError(
+            f"{needed} tokens do not fit a cache of length {cache.length}: make a longer one"
+        )
 
 
 def at_row(stacked: Any, row: jax.Array) -> Any:
@@ -94,7 +94,7 @@ def write(
 ) -> Cache:
     """The cache with new keys and values at each sequence's own positions, in place under jit.
 
-    Positions must lie below the cache's length: `decoder.forward` checks what it can see of them.
+    Positions must lie below the cache's length: `check_room`.
     """
     sequence_B1 = jnp.arange(positions_BT.shape[0])[:, None]
 

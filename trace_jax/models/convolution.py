@@ -14,15 +14,15 @@ import jax.numpy as jnp
 def causal_convolution(
     x_BTN: jax.Array,
     w_NW: jax.Array,
-    tail_BPN: jax.Array | None,
+    tail_BPN: jax.Array,
     length_B: jax.Array | None,
     dilation: int = 1,
 ) -> tuple[jax.Array, jax.Array]:
     """y float32 [B, T, N] and the new tail float32 [B, P, N], the input rows to continue from.
 
-    tail: the P rows ahead of x (None: zeros, the start of a sequence); length: of each sequence,
-    how many of the T tokens are real, the others being right padding (None: all). The new tail is
-    the last P rows of tail and real tokens, so a call with the following tokens continues exactly.
+    tail: the P rows ahead of x, zeros at the start of a sequence; length: of each sequence, how
+    many of the T tokens are real, the others being right padding (None: all). The new tail is the
+    last P rows of tail and real tokens, so a call with the following tokens continues exactly.
     Raises ValueError where the shapes of x, filters and tail do not agree.
     """
     B, T, N = x_BTN.shape
@@ -32,12 +32,10 @@ def causal_convolution(
         raise ValueError(
             f"convolution w{w_NW.shape}: x{x_BTN.shape} has {N} channels, one filter each"
         )
-    if tail_BPN is None:
-        tail_BPN = jnp.zeros((B, P, N), jnp.float32)
     if tail_BPN.shape != (B, P, N):
         raise ValueError(
             f"convolution tail{tail_BPN.shape}: {W} taps, dilation {dilation}, over x{x_BTN.shape} "
-            f"read {P} earlier rows; pass {(B, P, N)} or None"
+            f"read {P} earlier rows; pass {(B, P, N)}"
         )
     rows = jnp.concatenate([tail_BPN, x_BTN], axis=1, dtype=jnp.float32)
     w_NW = w_NW.astype(jnp.float32)

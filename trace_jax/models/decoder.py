@@ -225,12 +225,12 @@ class Decoder(nn.Module):
         )
         logits, guides = self.read_head(x_BTD, head, inputs)
         recorded.append([guides])
-        found = tuple(architecture.site_layers(cfg).items())
+        present = architecture.site_layers(cfg)
         return Output(
             logits,
             cache,
             tuple(
-                record.keep(one, by_site(recorded, index), found)
+                record.keep(one, by_site(recorded, index), present)
                 for index, one in enumerate(self.records)
             ),
             by_layer(routes) if cfg.num_experts else None,
@@ -254,7 +254,7 @@ class Decoder(nn.Module):
         else:
             head = to_compute(head, self.dtype).astype(jnp.float32)
             logits = jnp.einsum("...D,VD->...V", x_BTD, head)
-        recorded = tuple(one.encode({} if q is None else {"head/in": q}) for one in self.records)
+        recorded = tuple(one.encode({"head/in": q}) for one in self.records)
         return logits, jax.tree.map(lambda a: a[None], recorded)
 
 
@@ -343,18 +343,8 @@ def forward(
     if positions_BT is None:
         positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
     if cache is not None:
-        check_room(cache, tokens_BT, positions_BT)
+        caches.check_room(cache, tokens_BT, positions_BT)
     dtype = params["embed"].dtype if dtype is None else dtype
     model = Decoder(cfg, policy, jnp.dtype(dtype), records)
     inputs = Inputs(tokens_BT, positions_BT, length_B, guidance, noise)
     return model.apply({"params": params}, inputs, cache, routes_LBTA)
-
-
-def check_room(cache: Cache, tokens_BT: jax.Array, positions_BT: jax.Array) -> None:
-    """Raises ValueError where these tokens overflow the cache, as far as can be known."""
-    known = not isinstance(positions_BT, jax.core.Tracer)
-    needed = int(jnp.max(positions_BT)) + 1 if known else tokens_BT.shape[1]
-    if needed > cache.length:
-        raise ValueError(
-            f"{needed} tokens do not fit a cache of length {cache.length}: make a longer one"
-        )

@@ -45,6 +45,15 @@ class DeltaState:
     tail_BPN: jax.Array  # float32, the last inputs of the convolution
 
 
+def empty(cfg: ModelConfig, batch: int) -> DeltaState:
+    """The state ahead of the first token: zeros."""
+    d = cfg.delta_net
+    return DeltaState(
+        jnp.zeros((batch, d.num_value_heads, d.key_head_dim, d.value_head_dim), jnp.float32),
+        jnp.zeros((batch, d.conv_size - 1, d.conv_width), jnp.float32),
+    )
+
+
 def unit(x: jax.Array) -> jax.Array:
     """x / sqrt(sum(x^2) + 1e-6) over the last axis."""
     return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)
@@ -219,7 +228,7 @@ class DeltaNet(nn.Module):
         context: LayerContext,
         before: DeltaState | None,
         length_B: jax.Array | None,
-    ) -> tuple[jax.Array, DeltaState, dict[str, BlockScaled]]:
+    ) -> tuple[jax.Array, DeltaState, dict[str, BlockScaled | None]]:
         """Output float32 [B, T, D], the DeltaState after these tokens, and what was quantized.
 
         before: the DeltaState to go on from (None: the start of a sequence); length: how many of
@@ -240,23 +249,18 @@ class DeltaNet(nn.Module):
         # Taps that keep the variance; at `std` the heads would drown in the epsilon of their norm.
         taps = nn.initializers.normal(d.conv_size**-0.5)
         conv_NW = parameter(self, "conv", (d.conv_width, d.conv_size), ("heads", None), taps)
-        tail_BPN = None if before is None else before.tail_BPN
-        qkv_BTN, tail_BPN = causal_convolution(qkv_BTN, conv_NW, tail_BPN, length_B)
+        before = empty(self.cfg, B) if before is None else before
+        qkv_BTN, tail_BPN = causal_convolution(qkv_BTN, conv_NW, before.tail_BPN, length_B)
         q, k, v = jnp.split(jax.nn.silu(qkv_BTN), [d.key_width, 2 * d.key_width], axis=-1)
         q_BTGK, k_BTGK = (x.reshape(B, T, d.num_key_heads, d.key_head_dim) for x in (q, k))
 
-        if before is None:
-            shape = (B, d.num_value_heads, d.key_head_dim, d.value_head_dim)
-            state_BHKV = jnp.zeros(shape, jnp.float32)
-        else:
-            state_BHKV = before.state_BHKV
         fmt = context.policy.fmt("delta_net/state")
         if T == 1 or fmt is not None:
             attend = functools.partial(recurrent, fmt=fmt)
         else:
             attend = chunked
         o_BTHV, state_BHKV = attend(
-            q_BTGK, k_BTGK, v.reshape(value_heads), g_BTH, beta_BTH, state_BHKV
+            q_BTGK, k_BTGK, v.reshape(value_heads), g_BTH, beta_BTH, before.state_BHKV
         )
 
         norm = RMSNorm(d.value_head_dim, self.cfg.rms_norm_eps, name="norm")
@@ -264,7 +268,6 @@ class DeltaNet(nn.Module):
         o, q_out = context.quantize("delta_net/out", o_BTHV.reshape(B, T, d.value_width))
         w_DV = weight(self, "out", (D, d.value_width), ("embed", "heads"), context, std)
         quantized = {"delta_net/in": q_in, "delta_net/out": q_out}
-        quantized = {site: q for site, q in quantized.items() if q is not None}
         return matmul(o, w_DV), DeltaState(state_BHKV, tail_BPN), quantized
 
     def gates(self, x_BTD: jax.Array, length_B: jax.Array | None) -> tuple[jax.Array, jax.Array]:

@@ -52,7 +52,7 @@ class Experts(nn.Module):
     @nn.compact
     def __call__(
         self, x_BTD: jax.Array, context: LayerContext, replayed_BTA: jax.Array | None
-    ) -> tuple[jax.Array, jax.Array, dict[str, BlockScaled]]:
+    ) -> tuple[jax.Array, jax.Array, dict[str, BlockScaled | None]]:
         """Output float32 [B, T, D], the router's own choice [B, T, A], and what was quantized."""
         cfg, std = self.cfg, self.cfg.initializer_range
         D, F, E = cfg.hidden_size, cfg.moe_intermediate_size, cfg.num_experts
@@ -75,7 +75,7 @@ class Experts(nn.Module):
             whole=(gate_up, down),
         )
         quantized = {"experts/in": q_in, "experts/mid": q_mid}
-        return y_BTD, own_BTA, {s: q for s, q in quantized.items() if q is not None}
+        return y_BTD, own_BTA, quantized
 
 
 def expert_mixture(

@@ -25,7 +25,7 @@ class MLP(nn.Module):
     @nn.compact
     def __call__(
         self, x_BTD: jax.Array, context: LayerContext
-    ) -> tuple[jax.Array, dict[str, BlockScaled]]:
+    ) -> tuple[jax.Array, dict[str, BlockScaled | None]]:
         """Output float32 [B, T, D], and what was quantized."""
         D, F, std = self.cfg.hidden_size, self.width, self.cfg.initializer_range
         x, q_in = context.quantize(f"{self.name}/in", x_BTD)
@@ -39,5 +39,4 @@ class MLP(nn.Module):
             gate_1D = parameter(self, "gate", (1, D), (None, "embed"), normal)
             gate_BT1 = jnp.einsum("BTD,GD->BTG", x_BTD, gate_1D.astype(jnp.float32))
             y_BTD = y_BTD * jax.nn.sigmoid(gate_BT1)
-        quantized = {f"{self.name}/in": q_in, f"{self.name}/mid": q_mid}
-        return y_BTD, {s: q for s, q in quantized.items() if q is not None}
+        return y_BTD, {f"{self.name}/in": q_in, f"{self.name}/mid": q_mid}
