@@ -72,8 +72,9 @@ def import_gguf(path: Path, workdir: Path) -> None:
     if UPCYCLE.value:
         chosen = min(2, UPCYCLE.value)
         params, cfg = upcycle.upcycle(params, cfg, UPCYCLE.value, chosen)
+    workdir.mkdir(parents=True, exist_ok=True)
+    gguf_file.write_tokenizer(path, workdir)  # first: what follows ends with the mark of the whole
     checkpoint_hf.import_params(params, cfg, workdir)
-    gguf_file.write_tokenizer(path, workdir)
 
 
 def _source(workdir: Path) -> tuple[Parameters, str]:

@@ -142,3 +142,16 @@ def test_full_codes_reduce_to_what_would_have_been_recorded(encoding):
     assert reduced.layers == (("attention/v", (3,)),)
     last = jax.tree.map(lambda a: a[1:], expected)
     assert jax.tree.all(jax.tree.map(np.array_equal, reduced.guides["attention/v"], last))
+
+
+def test_layers_that_are_no_neighbours_cannot_be_kept_apart():
+    guides, some = (
+        guidance("codes", 0, 3).guides,
+        record.Recording("codes", (("attention/k", (0, 2)),)),
+    )
+    with pytest.raises(ValueError, match=r"attention/k: layers \(0, 2\) are not neighbours"):
+        record.keep(some, guides, {"attention/k": (0, 1, 2)})
+    assert (
+        record.keep(some, guides, {"attention/k": (0, 2, 5)}).guides["attention/k"].bits.shape[0]
+        == 2
+    )

@@ -1,5 +1,6 @@
 """Bad input stops a run with one message that names key, value and fix, before any work."""
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -7,9 +8,11 @@ import re
 import subprocess
 import sys
 
+import jax
 import pytest
 
 from tests.rl import tiny_run
+from trace_jax.models import checkpoint_hf, decoder
 from trace_jax.rl import run, settings
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -176,3 +179,13 @@ def test_the_command_line_prints_one_message_and_fails(tmp_path):
             assert message in err
             assert "Traceback" not in err
             assert out == ""
+
+
+def test_an_import_without_its_tokenizer_is_not_read_as_bytes(tmp_path):
+    config = tiny_run.config().unlock()
+    cfg = dataclasses.replace(settings.resolve(config).cfg, vocab_size=304)
+    checkpoint_hf.import_params(decoder.init(cfg, jax.random.key(0)), cfg, tmp_path / "imported")
+    del config["model"]
+    config["model"] = f"{tmp_path / 'imported'}"
+    with pytest.raises(ValueError, match=r"no tokenizer\.json, and a vocabulary of 304"):
+        settings.resolve(config)

@@ -117,11 +117,13 @@ def keep(
 ) -> Guidance:
     """The Guidance of what is recorded, from Guides [layers, B, T, ...] of the layers `present`.
 
-    What is recorded of a site lies side by side among them.
+    Raises ValueError where what is recorded of a site does not lie side by side among them.
     """
 
     def kept(site, layers):
         rows = [present[site].index(layer) for layer in layers]
+        if rows != list(range(rows[0], rows[0] + len(rows))):
+            raise ValueError(f"{site}: layers {layers} are not neighbours among {present[site]}")
         return jax.tree.map(lambda a: a[rows[0] : rows[-1] + 1], guides[site])
 
     return Guidance({site: kept(site, layers) for site, layers in record.layers}, record.layers)

@@ -10,6 +10,15 @@ import jax.numpy as jnp
 from trace_jax.formats.block_scaled import Operand, expand_prefix
 
 
+def float32_einsum(subscripts: str, *operands: jax.Array) -> jax.Array:
+    """An einsum of float32 arrays that no backend rounds to BF16 or TF32 first.
+
+    For what trainer and rollout must agree on and is small, or decides: routers, gates, recurrent
+    state, the head.
+    """
+    return jnp.einsum(subscripts, *operands, precision=jax.lax.Precision.HIGHEST)
+
+
 def matmul(x: Operand, w: Operand) -> jax.Array:
     """x [..., D] times w [F, D] transposed, float32 [..., F]. w.outer, if any, is a scalar."""
     y = jnp.einsum("...D,FD->...F", x.values, w.values, preferred_element_type=jnp.float32)

@@ -26,7 +26,7 @@ from trace_jax.guidance import record
 from trace_jax.guidance.policy import NOTHING, Policy
 from trace_jax.guidance.quantizer import Guide
 from trace_jax.guidance.record import Guidance, Recording
-from trace_jax.kernels.matmul import matmul
+from trace_jax.kernels.matmul import float32_einsum, matmul
 from trace_jax.models import architecture, parameters
 from trace_jax.models import cache as caches
 from trace_jax.models.architecture import ATTENTION, LayerKind, ModelConfig, Segment
@@ -253,7 +253,7 @@ class Decoder(nn.Module):
             logits = matmul(x, parameters.read(head, fmt, self.dtype))
         else:
             head = to_compute(head, self.dtype).astype(jnp.float32)
-            logits = jnp.einsum("...D,VD->...V", x_BTD, head)
+            logits = float32_einsum("...D,VD->...V", x_BTD, head)
         recorded = tuple(one.encode({"head/in": q}) for one in self.records)
         return logits, jax.tree.map(lambda a: a[None], recorded)
 

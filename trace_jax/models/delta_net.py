@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 from trace_jax.formats.block_scaled import BlockScaled
 from trace_jax.guidance import quantizer
-from trace_jax.kernels.matmul import matmul
+from trace_jax.kernels.matmul import float32_einsum, matmul
 from trace_jax.models.architecture import ModelConfig
 from trace_jax.models.convolution import causal_convolution
 from trace_jax.models.layer_context import LayerContext
@@ -32,8 +32,6 @@ from trace_jax.models.parameters import parameter, weight
 
 CHUNK = 64  # tokens
 GATES = {"silu": jax.nn.silu, "sigmoid": jax.nn.sigmoid}
-
-einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
 
 @jax.tree_util.register_dataclass
@@ -85,14 +83,14 @@ def recurrent(
     def step(before, token):
         q, k, v, g, beta = token
         state = jnp.exp(g)[..., None, None] * before
-        u = beta[..., None] * (v - einsum("BHKV,BHK->BHV", state, k))
+        u = beta[..., None] * (v - float32_einsum("BHKV,BHK->BHV", state, k))
         state = state + k[..., :, None] * u[..., None, :]
         if fmt is not None:
             # What is rounded twice may move twice: a token that writes nothing must not round.
             writes = (beta != 0) | (g != 0)
             rounded = quantizer.fake_quantize(state, fmt)
             state = jnp.where(writes[..., None, None], rounded, before)
-        return state, einsum("BHKV,BHK->BHV", state, q)
+        return state, float32_einsum("BHKV,BHK->BHV", state, q)
 
     tokens = (q_BTHK, k_BTHK, v_BTHV, g_BTH, beta_BTH)
     tokens = [x.swapaxes(0, 1) for x in tokens]
@@ -128,18 +126,20 @@ def chunked(
 
     q, k, v, g, beta = map(split, (q_BTHK, k_BTHK, v_BTHV, g_BTH, beta_BTH))
     decay_IJ, decay_I = decays(g)
-    inverse_IJ = unit_lower_inverse(beta[..., None] * einsum("...IK,...JK->...IJ", k, k) * decay_IJ)
+    inverse_IJ = unit_lower_inverse(
+        beta[..., None] * float32_einsum("...IK,...JK->...IJ", k, k) * decay_IJ
+    )
     inverse_IJ = inverse_IJ * beta[..., None, :]
-    u = einsum("...IJ,...JV->...IV", inverse_IJ, v)
-    w = einsum("...IJ,...JK->...IK", inverse_IJ, decay_I[..., None] * k)
-    scores_IJ = einsum("...IK,...JK->...IJ", q, k) * decay_IJ
+    u = float32_einsum("...IJ,...JV->...IV", inverse_IJ, v)
+    w = float32_einsum("...IJ,...JK->...IK", inverse_IJ, decay_I[..., None] * k)
+    scores_IJ = float32_einsum("...IK,...JK->...IJ", q, k) * decay_IJ
 
     def step(state, inputs):
         q, k, u, w, scores_IJ, decay = inputs
-        e_BHCV = u - einsum("BHCK,BHKV->BHCV", w, state)
-        o_BHCV = einsum("BHCK,BHKV->BHCV", q, state)
-        o_BHCV = o_BHCV + einsum("BHIJ,BHJV->BHIV", scores_IJ, e_BHCV)
-        state = decay[..., None, None] * state + einsum("BHCK,BHCV->BHKV", k, e_BHCV)
+        e_BHCV = u - float32_einsum("BHCK,BHKV->BHCV", w, state)
+        o_BHCV = float32_einsum("BHCK,BHKV->BHCV", q, state)
+        o_BHCV = o_BHCV + float32_einsum("BHIJ,BHJV->BHIV", scores_IJ, e_BHCV)
+        state = decay[..., None, None] * state + float32_einsum("BHCK,BHCV->BHKV", k, e_BHCV)
         return state, o_BHCV
 
     q, k = q * decay_I[..., None], k * decay_IJ[..., -1, :, None]
@@ -158,7 +158,7 @@ def decays(g: jax.Array) -> tuple[jax.Array, jax.Array]:
     C = g.shape[-1]
     past_IJ = jnp.tril(jnp.ones((C, C), bool))
     later = jnp.where(jnp.tril(past_IJ, -1), g[..., None], 0)
-    sum_IJ = einsum("IL,...LJ->...IJ", past_IJ.astype(jnp.float32), later)
+    sum_IJ = float32_einsum("IL,...LJ->...IJ", past_IJ.astype(jnp.float32), later)
     # Masked ahead of exp, whose own gradient is then 0 there.
     return jnp.exp(jnp.where(past_IJ, sum_IJ, -jnp.inf)), jnp.exp(g[..., :1] + sum_IJ[..., 0])
 
@@ -185,7 +185,7 @@ def unit_lower_inverse(a: jax.Array) -> jax.Array:
 
 
 def _product(x, y):
-    return einsum("...IL,...LJ->...IJ", x, y)
+    return float32_einsum("...IL,...LJ->...IJ", x, y)
 
 
 def _inverse_forward(a):
@@ -280,7 +280,7 @@ class DeltaNet(nn.Module):
 
         normal = nn.initializers.normal(self.cfg.initializer_range)
         b_BTH, a_BTH = (
-            einsum("BTD,HD->BTH", x_BTD, read(name, ("heads", "embed"), normal))
+            float32_einsum("BTD,HD->BTH", x_BTD, read(name, ("heads", "embed"), normal))
             for name in ("b", "a")
         )
         rate_H = jnp.exp(read("A_log", ("heads",), initial_rates))

@@ -20,6 +20,7 @@ from trace_jax.formats import bits
 from trace_jax.formats.block_scaled import BlockScaled, Operand
 from trace_jax.guidance.quantizer import Guide
 from trace_jax.kernels import grouped_matmul as grouped
+from trace_jax.kernels.matmul import float32_einsum
 from trace_jax.models.architecture import ModelConfig
 from trace_jax.models.layer_context import LayerContext
 from trace_jax.models.parameters import parameter, weight
@@ -61,7 +62,7 @@ class Experts(nn.Module):
         gate_up = weight(self, "gate_up", (E, 2 * F, D), ("expert", "mlp", "embed"), context, std)
         down = weight(self, "down", (E, D, F), ("expert", "embed", "mlp"), context, std)
 
-        logits_BTE = jnp.einsum("BTD,ED->BTE", x_BTD, router_ED.astype(jnp.float32))
+        logits_BTE = float32_einsum("BTD,ED->BTE", x_BTD, router_ED.astype(jnp.float32))
         chosen_BTA, weight_BTA, own_BTA = route(logits_BTE, replayed_BTA, cfg)
         x, q_in = context.quantize("experts/in", x_BTD)
 
@@ -111,5 +112,5 @@ def expert_mixture(
         "experts/mid", jax.nn.silu(gate) * up, jax.tree.map(arrange, mid_guide)
     )
     y_BTAD = restore(grouped.grouped_matmul(mid, down, plan))
-    y_BTD = jnp.einsum("BTAD,BTA->BTD", y_BTAD, weight_BTA)
+    y_BTD = float32_einsum("BTAD,BTA->BTD", y_BTAD, weight_BTA)
     return y_BTD, jax.tree.map(restore, q_mid)

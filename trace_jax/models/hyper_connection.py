@@ -15,7 +15,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from trace_jax.kernels.matmul import matmul
+from trace_jax.kernels.matmul import float32_einsum, matmul
 from trace_jax.models.architecture import ModelConfig
 from trace_jax.models.layer_context import LayerContext
 from trace_jax.models.normalization import RMSNorm
@@ -60,7 +60,7 @@ class HyperConnection(nn.Module):
 
         normal = nn.initializers.normal(std)
         inject = parameter(self, "inject", (s, s * D), (None, "embed"), normal)
-        logits_BTs = jnp.einsum("BTN,sN->BTs", wide, inject.astype(jnp.float32))
+        logits_BTs = float32_einsum("BTN,sN->BTs", wide, inject.astype(jnp.float32))
         gain_BTs = 2 * jax.nn.sigmoid(logits_BTs / s)
 
         def write(y_BTD):

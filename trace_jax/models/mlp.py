@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from trace_jax.formats.block_scaled import BlockScaled
-from trace_jax.kernels.matmul import matmul
+from trace_jax.kernels.matmul import float32_einsum, matmul
 from trace_jax.models.architecture import ModelConfig
 from trace_jax.models.layer_context import LayerContext
 from trace_jax.models.parameters import parameter, weight
@@ -37,6 +37,6 @@ class MLP(nn.Module):
         if self.output_gate:
             normal = nn.initializers.normal(std)
             gate_1D = parameter(self, "gate", (1, D), (None, "embed"), normal)
-            gate_BT1 = jnp.einsum("BTD,GD->BTG", x_BTD, gate_1D.astype(jnp.float32))
+            gate_BT1 = float32_einsum("BTD,GD->BTG", x_BTD, gate_1D.astype(jnp.float32))
             y_BTD = y_BTD * jax.nn.sigmoid(gate_BT1)
         return y_BTD, {f"{self.name}/in": q_in, f"{self.name}/mid": q_mid}

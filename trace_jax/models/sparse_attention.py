@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 
 from trace_jax.formats.block_scaled import to_compute
-from trace_jax.kernels.matmul import matmul
+from trace_jax.kernels.matmul import float32_einsum, matmul
 from trace_jax.models.architecture import IndexerConfig, ModelConfig
 from trace_jax.models.layer_context import LayerContext
 from trace_jax.models.normalization import RMSNorm
@@ -87,8 +87,7 @@ def select(
     if blocks <= most:
         return seen_BTS
     q_BTHC, key_BbC = jax.lax.stop_gradient((q_BTHC, key_BbC))
-    exact = jax.lax.Precision.HIGHEST  # the choice is discrete: TF32 would flip it more often
-    dots_BTHb = jnp.einsum("BTHC,BbC->BTHb", q_BTHC, key_BbC, precision=exact)
+    dots_BTHb = float32_einsum("BTHC,BbC->BTHb", q_BTHC, key_BbC)
     scores_BTb = jnp.sum(jax.nn.relu(dots_BTHb), axis=2) * q_BTHC.shape[-1] ** -0.5
 
     complete_BT1 = ((positions_BT + 1) // cfg.block)[..., None]

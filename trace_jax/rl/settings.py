@@ -283,7 +283,7 @@ def resolve(config: Mapping) -> Settings:
         mesh=config["mesh"],
         engine_noise=config["engine_noise"],
         debug_nans=config["debug_nans"],
-        tokenizer=tokenizer_of(source),
+        tokenizer=tokenizer_of(source, cfg),
     )
 
 
@@ -313,11 +313,20 @@ def model_of(config: Mapping, source: Path | None) -> ModelConfig:
     return models.get(config["model"])
 
 
-def tokenizer_of(source: Path | None) -> Tokenizer:
-    """The tokenizer that an import brought along; bytes where there is none."""
+def tokenizer_of(source: Path | None, cfg: ModelConfig) -> Tokenizer:
+    """Bytes for models of the seed, else the tokenizer that the import brought along.
+
+    Raises ValueError where it brought none, and the model's vocabulary is not that of bytes.
+    """
     if source is not None and (source / "tokenizer.json").exists():
         return CheckpointTokenizer(source)
-    return ByteTokenizer()
+    tokenizer = ByteTokenizer()
+    if source is not None and cfg.vocab_size != tokenizer.vocab_size:
+        raise ValueError(
+            f"config.model={str(source)!r} has no tokenizer.json, and a vocabulary of "
+            f"{cfg.vocab_size}: copy the checkpoint's tokenizer files there"
+        )
+    return tokenizer
 
 
 def check_blocks(cfg: ModelConfig, quantized: Policy) -> None:

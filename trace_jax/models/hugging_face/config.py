@@ -273,7 +273,7 @@ def _check_values(text):
 
 def _rope(text, fraction):
     """(theta, fraction of each head that rotates)."""
-    rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    rope = (text.get("rope_parameters") or {}) | (text.get("rope_scaling") or {})
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default" or any(isinstance(value, Mapping) for value in rope.values()):
         raise ValueError(
