@@ -131,6 +131,8 @@ def test_parts_come_as_mappings_too():
         ({"num_kv_heads": True}, "model.num_kv_heads=True: must be a positive integer"),
         ({"num_experts": 0}, "model.intermediate_size=0: must be a positive integer"),
         ({"intermediate_size": 64}, "model.intermediate_size=64 is that of a dense model"),
+        ({"rms_norm_eps": -1.0}, "model.rms_norm_eps=-1.0: must be a number above 0"),
+        ({"rope_theta": "1e6"}, "model.rope_theta='1e6': must be a number above 0"),
         ({"rotary_fraction": 0.1}, "model.head_dim=32: rotary embedding needs an even size"),
         ({"layer_pattern": ("mamba",)}, r"model.layer_pattern=\('mamba',\)"),
         ({"layer_pattern": ("delta_net",)}, "model.delta_net: give the sizes just where"),
@@ -147,3 +149,9 @@ def test_sizes_that_do_not_fit(change, message):
 def test_unknown_model_lists_the_choices():
     with pytest.raises(ValueError, match=r"model='qwen2' is unknown.*qwen3_235b_a22b"):
         config.get("qwen2")
+
+
+@pytest.mark.parametrize("layers", [(), (-1,)])
+def test_an_ngram_layer_that_is_none(layers):
+    with pytest.raises(ValueError, match=r"model\.ngram\.layers=.*counted from 0"):
+        dataclasses.replace(config.get("qwen3_8_flash_next").ngram, layers=layers)

@@ -121,3 +121,9 @@ def test_compute_dtype_defaults_to_that_of_the_embedding():
 
     assert program() == program(dtype=jnp.bfloat16)
     assert program() != program(dtype=jnp.float32)
+
+
+@pytest.mark.parametrize("token", [-1, CFG.vocab_size])
+def test_a_token_that_the_vocabulary_lacks(token):
+    with pytest.raises(ValueError, match=rf"model.vocab_size={CFG.vocab_size} has 0 to"):
+        decoder.forward(masters(), jnp.full((1, 2), token), CFG)

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from trace_jax.models import config, decoder
 from trace_jax.parallel import mesh as meshes
+from trace_jax.training import state as train_state
 
 
 @pytest.mark.parametrize(
@@ -107,3 +109,14 @@ def test_a_function_of_the_batch_runs_on_each_devices_share():
         assert np.all(size_B == 2)
     np.testing.assert_allclose(sharded_value, value, rtol=1e-6)
     np.testing.assert_allclose(sharded_gradient, gradient, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", config.MODELS)
+def test_every_model_splits_over_tensor_and_expert_axes(name):
+    """At its true size: no leaf of any family stands in the way."""
+    cfg = config.get(name)
+    params = jax.eval_shape(lambda key: decoder.init(cfg, key), jax.random.key(0))
+    for sizes in ({"tensor": 2, "fsdp": 4}, {"tensor": 2, "expert": 4}):
+        mesh = meshes.make_mesh({"data": 1, **sizes})
+        placed = train_state.parameter_shardings(cfg, params, mesh)
+        assert any("tensor" in sharding.spec for sharding in jax.tree.leaves(placed))

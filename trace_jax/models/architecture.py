@@ -104,6 +104,8 @@ class NgramConfig:
     def __post_init__(self):
         object.__setattr__(self, "layers", tuple(sorted(self.layers)))
         check_sizes(self, "model.ngram.", may_be_zero=("seed", "eos_id"))
+        if not self.layers or min(self.layers) < 0:
+            raise ValueError(f"model.ngram.layers={self.layers}: name layers, counted from 0")
         if self.size < 2:
             raise ValueError(f"model.ngram.size={self.size}: an n-gram has two tokens or more")
         if self.embed_dim % self.heads:
@@ -217,6 +219,10 @@ class ModelConfig:
         if self.num_experts == 0:
             absent = ("num_experts", "num_experts_per_token", "moe_intermediate_size", absent[1])
         check_sizes(self, "model.", absent)
+        for name in ("rope_theta", "rms_norm_eps", "initializer_range", "rotary_fraction"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+                raise ValueError(f"model.{name}={value!r}: must be a number above 0")
         if self.num_experts and self.intermediate_size:
             raise ValueError(
                 f"model.intermediate_size={self.intermediate_size} is that of a dense model, but "

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from trace_jax.formats import bits, block_scaled
 from trace_jax.formats import quantize as formats
@@ -66,7 +67,7 @@ def empty(cfg: ModelConfig, policy: Policy, batch: int, length: int, dtype: jnp.
 def check_room(cache: Cache, tokens_BT: jax.Array, positions_BT: jax.Array) -> None:
     """Raises ValueError where these tokens overflow the cache, as far as can be known."""
     known = not isinstance(positions_BT, jax.core.Tracer)
-    needed = int(jnp.max(positions_BT)) + 1 if known else tokens_BT.shape[1]
+    needed = np.max(positions_BT) + 1 if known else tokens_BT.shape[1]
     if needed > cache.length:
         raise ValueError(
             f"{needed} tokens do not fit a cache of length {cache.length}: make a longer one"

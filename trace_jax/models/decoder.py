@@ -327,8 +327,8 @@ def forward(
     kernels.
 
     Raises ValueError where a record names a site that the policy does not quantize, for guidance of
-    the experts' hidden rows without the routes that say whose rows they are, and for more tokens
-    or later positions (where they are known, outside jit) than the cache holds.
+    the experts' hidden rows without the routes that say whose rows they are, and, as far as they
+    are known (outside jit), for tokens that the vocabulary lacks or the cache has no room for.
     """
     for one in records:
         if set(one.sites) - set(policy.sites):
@@ -342,9 +342,21 @@ def forward(
         )
     if positions_BT is None:
         positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
+    if not isinstance(tokens_BT, jax.core.Tracer):
+        check_tokens(tokens_BT, cfg)
     if cache is not None:
         caches.check_room(cache, tokens_BT, positions_BT)
     dtype = params["embed"].dtype if dtype is None else dtype
     model = Decoder(cfg, policy, jnp.dtype(dtype), records)
     inputs = Inputs(tokens_BT, positions_BT, length_B, guidance, noise)
     return model.apply({"params": params}, inputs, cache, routes_LBTA)
+
+
+def check_tokens(tokens_BT: jax.Array, cfg: ModelConfig) -> None:
+    """Raises ValueError for a token that the vocabulary lacks; the look-up would take another."""
+    low, high = np.min(tokens_BT), np.max(tokens_BT)
+    if low < 0 or high >= cfg.vocab_size:
+        raise ValueError(
+            f"tokens from {low} to {high}, but model.vocab_size={cfg.vocab_size} has 0 to "
+            f"{cfg.vocab_size - 1}"
+        )

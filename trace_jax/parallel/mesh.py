@@ -63,8 +63,9 @@ def parameter_spec(
     used = [axis for axis in chosen if axis]
     if len(set(used)) != len(used):
         raise ValueError(f"parameter axes {axes} use a mesh axis twice: {chosen}; change RULES")
+    contracts = len(shape) - ("layers" in axes) > 1  # a vector has no contraction, stacked or not
     for position, (axis, size) in enumerate(zip(chosen, shape, strict=True)):
-        unit = block if position == len(shape) - 1 and len(shape) > 1 else 1
+        unit = block if contracts and position == len(shape) - 1 else 1
         if axis and size % (mesh.shape[axis] * unit):
             raise ValueError(
                 f"axis {axes[position]!r} of size {size} does not split over mesh axis {axis!r} of "

@@ -357,3 +357,16 @@ LLAMA = dict(
     num_layers=2, num_experts=0, num_experts_per_token=0, moe_intermediate_size=0,
     intermediate_size=64, tie_embeddings=True, qk_norm=False,
 )  # fmt: skip
+
+
+def test_a_packed_head_is_read_onto_a_mesh(tmp_path):
+    """Its outer scale is one number, without an axis."""
+    case = CASES["qwen3_moe"]
+    source = small_checkpoints.directory(tmp_path, "qwen3_moe")
+    small_checkpoints.imported(source, tmp_path / "work")
+    options = dict(format="nvfp4", style="modelopt", quantize=(("head/in", "nvfp4"),))
+    small_checkpoints.export(Imported(tmp_path / "work"), tmp_path / "packed", **options)
+    mesh = meshes.make_mesh({"data": 1}, jax.devices()[:1])
+    params, _ = checkpoint_hf.load(tmp_path / "packed", shardings=meshes.replicated(mesh))
+    assert params["head"].outer.shape == ()
+    assert params["head"].shape == (case.cfg.vocab_size, case.cfg.hidden_size)

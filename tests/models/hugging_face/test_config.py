@@ -179,3 +179,29 @@ def test_a_model_that_no_family_holds():
         hf_config.family_for(odd)
     with pytest.raises(ValueError, match=r"qwen3_moe cannot have .*attention_gate=True"):
         hf_config.write(config.get("qwen3_5_35b_a3b"), "qwen3_moe")
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ([], "config.json holds a list, not an object"),
+        ({"text_config": [1]}, "text_config and rope_parameters must be objects"),
+        ({"rope_parameters": "default"}, "text_config and rope_parameters must be objects"),
+        ({"num_attention_heads": 0}, "num_attention_heads=0 is no whole number above 0"),
+        ({"hidden_size": "64"}, "hidden_size='64' is no whole number above 0"),
+    ],
+)
+def test_a_malformed_config_is_named(config, message):
+    if isinstance(config, dict):
+        config = config_json(CASES["qwen3_moe"]) | config
+    with pytest.raises(ValueError, match=message):
+        hf_config.read(config)
+
+
+def test_only_hybrids_rotate_a_part_of_each_head():
+    """transformers reads the key for no other family."""
+    plain = config_json(CASES["qwen3_moe"])
+    assert hf_config.read(plain | {"partial_rotary_factor": 0.5}).rotary_fraction == 1
+    half = dataclasses.replace(CASES["qwen3_moe"].cfg, rotary_fraction=0.5)
+    with pytest.raises(ValueError, match=r"rotary_fraction"):
+        hf_config.write(half, "qwen3_moe")

@@ -104,6 +104,8 @@ ONLY = {
 
 def family_of(config: Mapping[str, Any]) -> str:
     """The key of FAMILIES of a config.json, nested or flat. Raises ValueError for another."""
+    if not isinstance(config, Mapping):
+        raise ValueError(f"config.json holds a {type(config).__name__}, not an object")
     kind = config.get("model_type")
     kind = NESTED.get(kind, kind)
     if kind not in FAMILIES:
@@ -113,8 +115,15 @@ def family_of(config: Mapping[str, Any]) -> str:
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part of a config.json that describes the language model."""
-    return config.get("text_config") or config
+    """The part of a config.json that describes the language model.
+
+    Raises ValueError where it is no object.
+    """
+    text = config.get("text_config") or config
+    for key in ("rope_parameters", "rope_scaling"):
+        if not isinstance(text, Mapping) or not isinstance(text.get(key) or {}, Mapping):
+            raise ValueError("config.json: text_config and rope_parameters must be objects")
+    return text
 
 
 def read(config: Mapping[str, Any]) -> ModelConfig:
@@ -125,8 +134,8 @@ def read(config: Mapping[str, Any]) -> ModelConfig:
     family = FAMILIES[family_of(config)]
     text = text_config(config)
     _check_values(text)
-    heads, hidden = _need(text, "num_attention_heads"), _need(text, "hidden_size")
-    theta, fraction = _rope(text, family.rotary_fraction)
+    heads, hidden = _whole(text, "num_attention_heads"), _whole(text, "hidden_size")
+    theta, fraction = _rope(text, family)
     mixers = _mixers(text, family)
     sizes = _fields(text, SIZES, num_key_value_heads=heads, head_dim=hidden // heads)
     sizes |= dict(
@@ -175,9 +184,10 @@ def write(cfg: ModelConfig, family: str, dtype: str = "bfloat16") -> dict[str, A
         rope_parameters=dict(
             rope_type="default",
             rope_theta=cfg.rope_theta,
-            partial_rotary_factor=cfg.rotary_fraction,
         ),
     )
+    if kind.hybrid:
+        made["rope_parameters"]["partial_rotary_factor"] = cfg.rotary_fraction
     if kind.moe:
         made |= _keys(cfg, EXPERTS) | {"norm_topk_prob": cfg.norm_topk_prob}
     else:
@@ -241,6 +251,13 @@ def _need(text, key):
     return text[key]
 
 
+def _whole(text, key):
+    value = _need(text, key)
+    if type(value) is not int or value < 1:
+        raise ValueError(f"config.json: {key}={value!r} is no whole number above 0")
+    return value
+
+
 def _get(config, key, default):
     return default if config.get(key) is None else config[key]
 
@@ -271,8 +288,8 @@ def _check_values(text):
             )
 
 
-def _rope(text, fraction):
-    """(theta, fraction of each head that rotates)."""
+def _rope(text, family):
+    """(theta, fraction of each head that rotates, which only hybrids read)."""
     rope = (text.get("rope_parameters") or {}) | (text.get("rope_scaling") or {})
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default" or any(isinstance(value, Mapping) for value in rope.values()):
@@ -280,7 +297,9 @@ def _rope(text, fraction):
             f"config.json: rope_type={kind!r} of {dict(rope)} is not supported; only 'default' is, "
             "and one for all layers"
         )
-    fraction = rope.get("partial_rotary_factor", _get(text, "partial_rotary_factor", fraction))
+    fraction = family.rotary_fraction
+    if family.hybrid:
+        fraction = rope.get("partial_rotary_factor", _get(text, "partial_rotary_factor", fraction))
     return rope.get("rope_theta", _get(text, "rope_theta", 10_000.0)), fraction
 
 

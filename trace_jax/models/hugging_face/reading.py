@@ -1,6 +1,5 @@
 """A Hugging Face checkpoint, opened and checked: what our leaves are made of in it."""
 
-import json
 import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -36,7 +35,7 @@ class Checkpoint:
         path = self.directory / "config.json"
         if not path.exists():
             raise FileNotFoundError(f"no config.json in {directory}: not a checkpoint directory")
-        self.config = json.loads(path.read_text())
+        self.config = hf_tensors.read_json(path)
         self.cfg = hf_config.read(self.config)
         self.tensors = hf_tensors.directory_tensors(self.directory)
         self.quantization = hf_quantized.quantization_of(self.config, self.directory)

@@ -6,12 +6,14 @@ arrays: "experts/down/codes", ".../scales" and ".../outer".
 
 import functools
 import json
+import logging
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 import jax
+import ml_dtypes
 import numpy as np
 
 from trace_jax.formats.block_scaled import BlockScaled
@@ -25,7 +27,9 @@ from trace_jax.models.hugging_face.quantized import PARTS, Quantization
 from trace_jax.models.hugging_face.tensors import Spec, Stored
 from trace_jax.models.ngram_embedding import HostTable
 
+LOG = logging.getLogger(__name__)
 TABLE = "ngram/table"
+SCALES = ("_scale", "_scale_2", "_scale_inv")  # how the names of a quantization's numbers end
 FACTS, BESIDE = "import.json", "beside.safetensors"
 COPIED = (  # beside the weights
     "config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
@@ -160,7 +164,9 @@ class Held:
             self.config = hf_config.with_dtype(like.config, dtype)
             self.config.pop("quantization_config", None)
             self.layout, self.directory = like.layout, like.directory
-            self.beside = {} if like.quantization.method else dict(like.beside)
+            self.beside = dict(like.beside)
+            if like.quantization.method:
+                self.beside = unquantized(self.beside)
             self.beside.pop(hf_names.HEAD, None)  # of tied embeddings: a copy that is stale now
 
     def specs(self, layer: int | None) -> dict[str, Spec]:
@@ -212,6 +218,19 @@ def layer_array(stacked: Any, cfg: ModelConfig, layer: int | None) -> np.ndarray
     if isinstance(stacked, np.ndarray):
         return stacked[repeat]
     return np.asarray(jax.lax.dynamic_index_in_dim(stacked, repeat, keepdims=False))
+
+
+def unquantized(beside: Mapping[str, Stored]) -> dict[str, Stored]:
+    """The tensors that no quantization is needed to read; says what is left out."""
+    wide = [np.dtype(dtype) for dtype in (np.float32, np.float16, ml_dtypes.bfloat16)]
+    kept = {
+        name: tensor
+        for name, tensor in beside.items()
+        if tensor.dtype in wide and not name.endswith(SCALES)
+    }
+    if packed := [name for name in beside if name not in kept and not name.endswith(SCALES)]:
+        LOG.warning("%d quantized tensors are left out: %s ...", len(packed), packed[:3])
+    return kept
 
 
 def named(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -82,7 +82,7 @@ def _leaf(source, layers, name, spec, sharding) -> jax.Array:
 
     def share(index):
         if single:
-            return np.ascontiguousarray(_array(source, None, name, spec)[index])
+            return np.asarray(_array(source, None, name, spec)[index], order="C")
         mine = layers[index[0]]
         return np.stack([_array(source, layer, name, spec)[index[1:]] for layer in mine])
 

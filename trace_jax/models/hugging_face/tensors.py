@@ -13,7 +13,7 @@ import os
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 import ml_dtypes
@@ -80,6 +80,14 @@ def stored_tensors(path: Path) -> dict[str, Stored]:
     return found
 
 
+def read_json(path: Path) -> Any:
+    """What a JSON file holds. Raises ValueError, naming it, where it is malformed."""
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path}: not valid JSON ({error})") from error
+
+
 def directory_tensors(directory: Path) -> dict[str, Stored]:
     """The tensors of a checkpoint, in one file or in shards under an index.
 
@@ -87,7 +95,9 @@ def directory_tensors(directory: Path) -> dict[str, Stored]:
     lacks a tensor that the index places in it.
     """
     if (directory / INDEX).exists():
-        placed = json.loads((directory / INDEX).read_text())["weight_map"]
+        placed = read_json(directory / INDEX).get("weight_map")
+        if not placed:
+            raise ValueError(f"{directory / INDEX} has no weight_map")
     elif (directory / SINGLE).exists():
         return stored_tensors(directory / SINGLE)
     else:
