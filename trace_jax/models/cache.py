@@ -67,7 +67,7 @@ def empty(cfg: ModelConfig, policy: Policy, batch: int, length: int, dtype: jnp.
 def check_room(cache: Cache, tokens_BT: jax.Array, positions_BT: jax.Array) -> None:
     """Raises ValueError where these tokens overflow the cache, as far as can be known."""
     known = not isinstance(positions_BT, jax.core.Tracer)
-    needed = np.max(positions_BT) + 1 if known else tokens_BT.shape[1]
+    needed = np.asarray(positions_BT).max() + 1 if known else tokens_BT.shape[1]
     if needed > cache.length:
         raise ValueError(
             f"{needed} tokens do not fit a cache of length {cache.length}: make a longer one"

@@ -354,7 +354,8 @@ def forward(
 
 def check_tokens(tokens_BT: jax.Array, cfg: ModelConfig) -> None:
     """Raises ValueError for a token that the vocabulary lacks; the look-up would take another."""
-    low, high = np.min(tokens_BT), np.max(tokens_BT)
+    known_BT = np.asarray(tokens_BT)  # numpy's own: under jit, JAX would trace even the known
+    low, high = known_BT.min(), known_BT.max()
     if low < 0 or high >= cfg.vocab_size:
         raise ValueError(
             f"tokens from {low} to {high}, but model.vocab_size={cfg.vocab_size} has 0 to "
