@@ -52,7 +52,8 @@ def encode(q: BlockScaled, encoding: str) -> Guide:
     bits = BITS[check_encoding(encoding)]
     packed = q.codes
     if bits < 4:
-        packed = e2m1.pack_bits(block_scaled.unpack(q) & jnp.uint8(2**bits - 1), bits)
+        low, high = q.codes & jnp.uint8(2**bits - 1), (q.codes >> 4) & jnp.uint8(2**bits - 1)
+        packed = e2m1.pack_bits(low | high << bits, 2 * bits)  # the two of each byte stay together
     return Guide(packed, q.scales, q.outer, q.fmt, encoding)
 
 
