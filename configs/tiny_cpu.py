@@ -24,14 +24,17 @@ SIZES = dict(
 
 
 def get_config(model: str | None = None) -> ConfigDict:
-    """The default configuration; `configs/tiny_cpu.py:NAME` takes the sizes of a named model."""
+    """The default configuration; `configs/tiny_cpu.py:NAME` takes the sizes of a named model.
+
+    Or an import of experiments.checkpoint, by its directory, with its parameters and tokenizer.
+    """
     return ConfigDict(
         dict(
             method="trace",  # rl/methods.py lists them
             seed=0,
             steps=150,  # RL steps
             warmup_steps=250,  # supervised steps before them
-            model=model or SIZES,  # a name of models/config.py, or sizes
+            model=model or SIZES,  # a name of models/config.py, an import's directory, or sizes
             dtype="bfloat16",  # compute dtype of both sides
             task=dict(
                 name="running_sum",
@@ -51,7 +54,7 @@ def get_config(model: str | None = None) -> ConfigDict:
             guidance=dict(
                 encoding="",  # "" takes the method's; else codes, low1, low2
                 layers="all",  # "" takes the method's (the paper's latter_half for trace)
-                sites=("attention/*", "experts/in"),  # recorded, where quantized
+                sites=("*/in", "*/out", "*/k", "*/v"),  # recorded; the rest follows
                 audit_sequences=8,  # a rollout; full codes are kept of them, to measure mismatch
             ),
             rollout=dict(
