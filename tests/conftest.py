@@ -15,7 +15,7 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
     flags = [os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8"]
     os.environ["XLA_FLAGS"] = " ".join(flags).strip()
 
-import jax  # noqa: E402  (reads the environment)
+import jax
 
 # The first call of a jitted function compiles: an example's time says nothing about the code.
 settings.register_profile(
