@@ -54,7 +54,7 @@ def get_config(model: str | None = None) -> ConfigDict:
             guidance=dict(
                 encoding="",  # "" takes the method's; else codes, low1, low2
                 layers="all",  # "" takes the method's (the paper's latter_half for trace)
-                sites=("*/in", "*/out", "*/k", "*/v"),  # recorded; the rest follows
+                sites=("attention/*", "experts/in"),  # recorded, where quantized
                 audit_sequences=8,  # a rollout; full codes are kept of them, to measure mismatch
             ),
             rollout=dict(

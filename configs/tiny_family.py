@@ -21,4 +21,5 @@ def get_config(name: str = "qwen3_5_35b_a3b") -> ConfigDict:
     tiny = dataclasses.replace(models.tiny(models.get(name)), initializer_range=0.1)
     with config.unlocked():
         config.model = ConfigDict(dataclasses.asdict(tiny))
+    config.guidance.sites = ("*/in", "*/out", "*/k", "*/v")  # the rest follows from these
     return config
