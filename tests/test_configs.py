@@ -51,6 +51,15 @@ def test_the_default_takes_the_sizes_of_a_named_model(model):
     assert settings.resolve(config).cfg == models.get(model)
 
 
+def test_the_papers_own_sites_need_no_other_change():
+    """As README.md names them: experts, K and V, latter half of the layers."""
+    config = shipped("tiny_cpu")
+    config.quantize = (("experts/*", "nvfp4"), ("attention/[kv]", "nvfp4"))
+    config.guidance.layers = "latter_half"
+    recording = settings.resolve(config).recording
+    assert recording.layers == (("attention/k", (1,)), ("attention/v", (1,)), ("experts/in", (1,)))
+
+
 def test_a_config_refuses_what_it_does_not_have():
     config = shipped("tiny_cpu")
     with pytest.raises(AttributeError, match="learning_rate"):
