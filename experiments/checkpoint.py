@@ -10,7 +10,6 @@ experiments.rl, its newest parameters, in BF16 unless --format says otherwise. A
 Llama architecture is dense; --upcycle makes a mixture of it (models/upcycle.py), two a token.
 """
 
-import json
 import sys
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from absl import app, flags
 from experiments import command_line
 from trace_jax.models import checkpoint_hf, gguf_file, upcycle
 from trace_jax.models.checkpoint_hf import Held, Imported, Options, Parameters
+from trace_jax.models.hugging_face.tensors import read_json
 from trace_jax.parallel import mesh as meshes
 from trace_jax.rl import warm_up
 from trace_jax.rl.settings import resolve
@@ -82,7 +82,7 @@ def _source(workdir: Path) -> tuple[Parameters, str]:
     if not (workdir / "checkpoints").exists():
         imported = Imported(workdir)
         return imported, imported.facts["checkpoint"]
-    settings = resolve(json.loads((workdir / "config.json").read_text()))
+    settings = resolve(read_json(workdir / "config.json"))
     with jax.set_mesh(meshes.make_mesh({}, jax.devices()[:1])):
         step, params = warm_up.newest_params(settings, workdir / "checkpoints")
     like = LIKE.value or settings.source  # the import that the run started from

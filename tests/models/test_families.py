@@ -14,7 +14,7 @@ import numpy as np
 import optax
 import pytest
 
-from tests.small_model import UNOPTIMIZED
+from tests.small_model import UNOPTIMIZED, quick_forward
 from trace_jax.guidance import mismatch, policy, record
 from trace_jax.guidance.policy import NOTHING
 from trace_jax.models import architecture, config, decoder, packing
@@ -80,20 +80,11 @@ def rollout(name, quantized=True, encoding="codes"):
     return Sampler.__call__.lower(sampler, *arguments).compile(UNOPTIMIZED)(*arguments)
 
 
-forward = jax.jit(
-    lambda params, tokens_BT, cfg, **arguments: decoder.forward(
-        params, tokens_BT, cfg, **arguments
-    ),
-    static_argnames=("cfg", "policy", "dtype", "records"),
-    compiler_options=UNOPTIMIZED,
-)
-
-
 @each_family
 def test_decode_is_the_training_forward(name):
     """Unquantized: log-probs sampled through cache and state are those of a whole sequence."""
     sampled = rollout(name, quantized=False)
-    out = forward(masters(name), sampled.tokens_BT, MODELS[name])
+    out = quick_forward(masters(name), sampled.tokens_BT, MODELS[name])
     logp_BT, _ = log_probs.next_token_log_probs(out.logits, sampled.tokens_BT, 1.0)
     mask_BT = sampled.mask_BT.astype(bool)
     np.testing.assert_allclose(logp_BT[mask_BT], sampled.logp_BT[mask_BT], atol=2e-5)
@@ -119,7 +110,7 @@ def test_guided_training_forward_takes_the_codes_of_decode(name):
 
 
 def guided(name, sampled):
-    return forward(
+    return quick_forward(
         masters(name), sampled.tokens_BT, MODELS[name], policy=everything(name), dtype=FLOAT32,
         guidance=sampled.guidance, routes_LBTA=sampled.routes_LBTA,
         records=(recording(name, "codes"),),
@@ -130,7 +121,7 @@ def guided(name, sampled):
 def test_self_replay_changes_nothing(name):
     """The trainer's own record, at every site, in each encoding."""
     tokens_BT = rollout(name).tokens_BT
-    run = functools.partial(forward, masters(name), tokens_BT, MODELS[name], dtype=FLOAT32)
+    run = functools.partial(quick_forward, masters(name), tokens_BT, MODELS[name], dtype=FLOAT32)
     records = tuple(recording(name, encoding) for encoding in ("codes", "low1"))
     own = run(policy=everything(name), records=records)
     for guidance in own.recorded:

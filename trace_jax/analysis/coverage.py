@@ -9,7 +9,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from trace_jax.formats.block_scaled import BLOCK, BlockScaled
+from trace_jax.formats.block_scaled import BLOCK
 from trace_jax.guidance.policy import NOTHING, STATE, UNQUANTIZED, WEIGHT_SITE, Policy
 from trace_jax.models import architecture, cache, decoder, packing
 from trace_jax.models.architecture import ATTENTION, DELTA_NET, ModelConfig
@@ -87,7 +87,7 @@ def coverage(policy: Policy, cfg: ModelConfig, kv_length: int) -> Coverage:
 
     masters = jax.eval_shape(lambda key: decoder.init(cfg, key), jax.random.key(0))
     packed = jax.eval_shape(lambda params: packing.pack(params, policy, jnp.bfloat16), masters)
-    rollout_leaves = jax.tree.leaves(packed, is_leaf=lambda leaf: isinstance(leaf, BlockScaled))
+    rollout_leaves = jax.tree.leaves(packed, is_leaf=packing.is_packed)
     named = jax.tree.leaves_with_path(masters)
     for (path, master), leaf in zip(named, rollout_leaves, strict=True):
         weight, own = packing.weight_name(path), path[-1].key

@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from trace_jax.formats.block_scaled import BlockScaled
 from trace_jax.guidance import policy, quantizer
 from trace_jax.guidance.quantizer import Guide
+from trace_jax.guidance.stacked import at_row, row_among
 
 SiteLayers = tuple[tuple[str, tuple[int, ...]], ...]  # (site, its layers) in the order of sites
 
@@ -103,12 +103,9 @@ class Guidance:
         for site, kept in self.layers:
             shared = set(among) & set(kept)
             if shared:
-                row = np.minimum(np.searchsorted(kept, np.arange(max(among) + 1)), len(kept) - 1)
-                pick = lambda a, row=row: jax.lax.dynamic_index_in_dim(
-                    a, jnp.asarray(row)[layer], 0, keepdims=False
-                )
+                guide = at_row(self.guides[site], row_among(kept, layer))
                 covers = shared == set(among) or jnp.isin(layer, jnp.asarray(kept))
-                found[site] = LayerGuide(jax.tree.map(pick, self.guides[site]), covers)
+                found[site] = LayerGuide(guide, covers)
         return found
 
 

@@ -19,6 +19,7 @@ from trace_jax.formats import bits, block_scaled
 from trace_jax.formats import quantize as formats
 from trace_jax.formats.block_scaled import BlockScaled, Operand
 from trace_jax.guidance.policy import Policy
+from trace_jax.guidance.stacked import at_row
 from trace_jax.models import delta_net, ngram_embedding
 from trace_jax.models.architecture import ATTENTION, DELTA_NET, ModelConfig, layers_with
 from trace_jax.models.delta_net import DeltaState
@@ -72,12 +73,6 @@ def check_room(cache: Cache, tokens_BT: jax.Array, positions_BT: jax.Array) -> N
         raise ValueError(
             f"{needed} tokens do not fit a cache of length {cache.length}: make a longer one"
         )
-
-
-def at_row(stacked: Any, row: jax.Array) -> Any:
-    """The arrays of one layer of a tree that is stacked over layers."""
-    pick = lambda a: jax.lax.dynamic_index_in_dim(a, row, 0, keepdims=False)
-    return jax.tree.map(pick, stacked)
 
 
 def with_row(stacked: Any, row: jax.Array, new: Any) -> Any:

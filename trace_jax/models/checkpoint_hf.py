@@ -75,9 +75,10 @@ def import_checkpoint(
     """
     checkpoint, workdir = Checkpoint(directory, dequantize), Path(workdir)
     checkpoint.say_what_is_beside("left out" if checkpoint.unpacks else "kept as they are")
-    kept, facts = _kept(checkpoint), _facts(checkpoint)
+    kept = _kept(checkpoint)
+    facts = _facts(checkpoint, kept)
     if (workdir / FACTS).exists():
-        if json.loads((workdir / FACTS).read_text()) != facts:
+        if hf_tensors.read_json(workdir / FACTS) != facts:
             raise ValueError(f"{workdir} holds an import of another checkpoint; name another")
     elif (workdir / "config.json").exists():
         raise ValueError(f"{workdir} holds something else (it has a config.json); name another")
@@ -157,7 +158,7 @@ def export(
     mark = {"export": digest.hexdigest()}
     directory.mkdir(parents=True, exist_ok=True)
     if (directory / UNFINISHED).exists():
-        if json.loads((directory / UNFINISHED).read_text()) != mark:
+        if hf_tensors.read_json(directory / UNFINISHED) != mark:
             raise ValueError(f"{directory} holds another unfinished export; name an empty one")
     elif any(directory.iterdir()):
         raise ValueError(f"{directory} is not empty; name an empty directory")
@@ -187,7 +188,7 @@ def _bar(name, total, progress):
     return tqdm.tqdm(total=total, unit="B", unit_scale=True, desc=name, disable=not progress)
 
 
-def _facts(checkpoint):
+def _facts(checkpoint, kept):
     """What an export needs to know, and by what a resumed import knows its checkpoint again."""
     digest = hashlib.sha256(json.dumps(checkpoint.config, sort_keys=True).encode())
     for name, tensor in sorted(checkpoint.tensors.items()):
@@ -202,7 +203,7 @@ def _facts(checkpoint):
         "layout": checkpoint.layout._asdict(),
         "quantization": "" if checkpoint.unpacks else checkpoint.quantization.method,
         "ngram_tables": tables,
-        "beside": len(_kept(checkpoint)),
+        "beside": len(kept),
         "checkpoint": digest.hexdigest(),
     }
 

@@ -25,7 +25,8 @@ from trace_jax.formats.block_scaled import BlockScaled, Operand, to_compute
 from trace_jax.guidance import record
 from trace_jax.guidance.policy import NOTHING, Policy
 from trace_jax.guidance.quantizer import Guide
-from trace_jax.guidance.record import Guidance, Recording
+from trace_jax.guidance.record import Guidance, LayerGuide, Recording
+from trace_jax.guidance.stacked import at_row, row_among
 from trace_jax.kernels.matmul import float32_einsum, matmul
 from trace_jax.models import architecture, parameters
 from trace_jax.models import cache as caches
@@ -62,6 +63,10 @@ class Inputs(NamedTuple):
     guidance: Guidance | None
     noise: EngineNoise | None
 
+    def guides(self, layer: jax.Array, among: tuple[int, ...]) -> dict[str, LayerGuide]:
+        """What guides a layer, by site (Guidance.at_layer); nothing where no guidance came in."""
+        return {} if self.guidance is None else self.guidance.at_layer(layer, among)
+
 
 class DecoderLayer(nn.Module):
     """One layer: its mixer and its feed-forward block, each around the residual stream."""
@@ -85,7 +90,7 @@ class DecoderLayer(nn.Module):
             row = row_among(layers, layer)
             part = getattr(cache, name)
             put = lambda new: dataclasses.replace(cache, **{name: caches.with_row(part, row, new)})
-            return caches.at_row(part, row), put
+            return at_row(part, row), put
 
         if kind.ngram:
             ordinal = cfg.ngram.layers.index(*self.among)
@@ -125,12 +130,10 @@ class DecoderLayer(nn.Module):
 
     def context(self, layer: jax.Array, inputs: Inputs) -> LayerContext:
         """This layer's share of what came in."""
-        guides, noise = {}, inputs.noise
-        if inputs.guidance is not None:
-            guides = inputs.guidance.at_layer(layer, self.among)
+        noise = inputs.noise
         if noise is not None:
             noise = noise._replace(key=jax.random.fold_in(noise.key, layer))
-        return LayerContext(self.policy, self.dtype, guides, noise)
+        return LayerContext(self.policy, self.dtype, inputs.guides(layer, self.among), noise)
 
 
 def residual(cfg: ModelConfig, connection: str, norm: str) -> Callable:
@@ -142,11 +145,6 @@ def residual(cfg: ModelConfig, connection: str, norm: str) -> Callable:
         return HyperConnection(cfg, name=connection)
     pre_norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps, cfg.zero_centered_norms, name=norm)
     return lambda x_BTD, _: (pre_norm(x_BTD), lambda y_BTD: x_BTD + y_BTD)
-
-
-def row_among(layers: tuple[int, ...], layer: jax.Array) -> jax.Array:
-    """Where a layer stands among those that have a part of the cache."""
-    return jnp.asarray(np.searchsorted(layers, np.arange(max(layers) + 1)))[layer]
 
 
 class Group(nn.Module):
@@ -240,9 +238,8 @@ class Decoder(nn.Module):
         self, x_BTD: jax.Array, head: jax.Array | BlockScaled | Operand, inputs: Inputs
     ) -> tuple[jax.Array, tuple[dict[str, Guide], ...]]:
         """Logits, and the head's recorded Guides [1, B, T, ...]."""
-        last, guides = self.cfg.num_layers - 1, {}
-        if inputs.guidance is not None:
-            guides = inputs.guidance.at_layer(jnp.int32(last), (last,))
+        last = self.cfg.num_layers - 1
+        guides = inputs.guides(jnp.int32(last), (last,))
         context = LayerContext(self.policy, self.dtype, guides, inputs.noise)
         x, q = context.quantize("head/in", x_BTD)
         if inputs.length_B is not None:

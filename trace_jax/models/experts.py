@@ -66,13 +66,12 @@ class Experts(nn.Module):
         chosen_BTA, weight_BTA, own_BTA = route(logits_BTE, replayed_BTA, cfg)
         x, q_in = context.quantize("experts/in", x_BTD)
 
-        mid = context.guides.get("experts/mid")
         y_BTD, q_mid = over_batch(
             functools.partial(expert_mixture, context),
             x,
             chosen_BTA,
             weight_BTA,
-            mid and mid.guide,
+            context.guide("experts/mid"),
             whole=(gate_up, down),
         )
         quantized = {"experts/in": q_in, "experts/mid": q_mid}

@@ -42,8 +42,11 @@ class LayerContext:
         if self.noise is not None:
             key = jax.random.fold_in(self.noise.key, SITES.index(site))
             x = x * (1 + self.noise.relative * jax.random.normal(key, x.shape))
-        found = self.guides.get(site)
-        return self.quantize_under(site, x, found and found.guide)
+        return self.quantize_under(site, x, self.guide(site))
+
+    def guide(self, site: str) -> Guide | None:
+        """What was recorded of a site, whether in this layer or not; None where nothing was."""
+        return self.guides[site].guide if site in self.guides else None
 
     def plain(self, x: jax.Array) -> Operand:
         """The Operand of an activation that is not quantized."""

@@ -1,5 +1,7 @@
 """Weight sync: what a rollout holds of the master parameters, made once per policy version."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -17,6 +19,11 @@ FLOAT32 = (
 )  # fmt: skip
 
 
+def is_packed(leaf: Any) -> bool:
+    """Whether a leaf of parameters is packed FP4; `is_leaf` of a map over them."""
+    return isinstance(leaf, BlockScaled)
+
+
 def pack(params: dict, policy: Policy, dtype: jnp.dtype) -> dict:
     """The masters as a rollout reads them: quantized weights packed FP4, the rest in `dtype`.
 
@@ -28,13 +35,12 @@ def pack(params: dict, policy: Policy, dtype: jnp.dtype) -> dict:
 
     def one(path, leaf):
         fmt = policy.weight_fmt(weight_name(path))
-        if isinstance(leaf, BlockScaled):
+        if is_packed(leaf):
             return leaf
         if fmt is not None:
             return quantize_matrices(leaf, fmt)
         return leaf if path[-1].key in FLOAT32 else to_compute(leaf, dtype)
 
-    is_packed = lambda leaf: isinstance(leaf, BlockScaled)
     return jax.tree_util.tree_map_with_path(one, params, is_leaf=is_packed)
 
 
@@ -45,7 +51,6 @@ def weight_name(path: tuple) -> str:
 
 def masters(params: dict) -> dict:
     """Float32 masters of parameters in any form: packed leaves dequantized, the rest widened."""
-    is_packed = lambda leaf: isinstance(leaf, BlockScaled)
     one = lambda leaf: (
         block_scaled.dequantize(leaf) if is_packed(leaf) else leaf.astype(jnp.float32)
     )
@@ -60,6 +65,5 @@ def unpack(packed: dict, dtype: jnp.dtype) -> dict:
 
     Where memory allows, a rollout unpacks once a version instead of once a token.
     """
-    is_packed = lambda leaf: isinstance(leaf, BlockScaled)
     one = lambda leaf: block_scaled.operand(leaf, dtype) if is_packed(leaf) else leaf
     return jax.tree.map(one, packed, is_leaf=is_packed)

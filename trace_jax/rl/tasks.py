@@ -120,25 +120,32 @@ def _running_sum(fields: dict, seed: int) -> tuple[Iterator[Example], Iterator[E
     Every output digit needs the one before, so a single error in the rollout carries on to the end.
     """
 
-    def draw() -> Iterator[Example]:
-        rng = np.random.default_rng(seed)
-        while True:
-            digits_T = rng.integers(0, 10, fields["digits"])
-            answer_T = np.cumsum(digits_T) % 10
-            yield Example("".join(map(str, digits_T)) + "=", "".join(map(str, answer_T)))
+    def ask(digits_T: np.ndarray) -> Example:
+        answer_T = np.cumsum(digits_T) % 10
+        return Example("".join(map(str, digits_T)) + "=", "".join(map(str, answer_T)))
 
-    return _split(distinct(draw(), PATIENCE))
+    return _of_digits(fields, seed, ask)
 
 
 def _digit_sum(fields: dict, seed: int) -> tuple[Iterator[Example], Iterator[Example]]:
     """'What is 3 + 4? Answer briefly.': in words that a chat model knows, for real weights."""
 
+    def ask(digits_T: np.ndarray) -> Example:
+        question = f"What is {' + '.join(map(str, digits_T))}? Answer briefly."
+        return Example(question, f"{digits_T.sum()}")
+
+    return _of_digits(fields, seed, ask)
+
+
+def _of_digits(
+    fields: dict, seed: int, ask: Callable[[np.ndarray], Example]
+) -> tuple[Iterator[Example], Iterator[Example]]:
+    """What `ask` makes of random digits, `task.digits` at a time."""
+
     def draw() -> Iterator[Example]:
         rng = np.random.default_rng(seed)
         while True:
-            digits_T = rng.integers(0, 10, fields["digits"])
-            question = f"What is {' + '.join(map(str, digits_T))}? Answer briefly."
-            yield Example(question, f"{digits_T.sum()}")
+            yield ask(rng.integers(0, 10, fields["digits"]))
 
     return _split(distinct(draw(), PATIENCE))
 

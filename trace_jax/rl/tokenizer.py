@@ -8,12 +8,12 @@ would come back, and training would see a sequence that nobody sampled.
 
 import dataclasses
 import functools
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import tokenizers
 
+from trace_jax.models.hugging_face.tensors import read_json
 from trace_jax.rl import chat
 from trace_jax.rl.chat import Message
 
@@ -200,10 +200,7 @@ def _read_json(path: Path) -> dict:
     """The object of a JSON file; empty where there is no file."""
     if not path.is_file():
         return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path}: not valid JSON ({error})") from error
+    value = read_json(path)
     if not isinstance(value, dict):
         raise ValueError(f"{path}: {type(value).__name__} where a JSON object is expected")
     return value

@@ -45,37 +45,40 @@ def tensors_of(directory, module):
     return {name.rpartition(".")[2]: stored[name] for name in names}
 
 
+def assert_read_alike(exported, style, read, **tolerance):
+    """Gate and up of the first and the last expert, as `read` makes them of their tensors."""
+    directory, ours = exported(style)
+    for expert in (0, len(ours) - 1):
+        modules = [f"layers.0.mlp.experts.{expert}.{projection}" for projection in PROJECTIONS]
+        theirs = np.concatenate([read(tensors_of(directory, module)) for module in modules])
+        np.testing.assert_allclose(theirs, ours[expert], **tolerance)
+
+
 def test_compressed_tensors_unpacks_our_codes_and_scales(exported):
     helpers = pytest.importorskip("compressed_tensors.compressors.nvfp4.helpers")
-    directory, ours = exported("compressed-tensors")
-    for expert in (0, len(ours) - 1):
-        rows = []
-        for projection in PROJECTIONS:
-            t = tensors_of(directory, f"layers.0.mlp.experts.{expert}.{projection}")
-            out, half = t["weight_packed"].shape
-            codes = helpers.unpack_fp4_from_uint8(t["weight_packed"], out, 2 * half).float()
-            factor = t["weight_scale"].float() / t["weight_global_scale"]
-            rows.append((codes.reshape(out, -1, 16) * factor[..., None]).reshape(out, -1).numpy())
-        # They divide by the reciprocal where we multiply: one rounding apart.
-        np.testing.assert_allclose(np.concatenate(rows), ours[expert], rtol=2e-7)
+
+    def read(t):
+        out, half = t["weight_packed"].shape
+        codes = helpers.unpack_fp4_from_uint8(t["weight_packed"], out, 2 * half).float()
+        factor = t["weight_scale"].float() / t["weight_global_scale"]
+        return (codes.reshape(out, -1, 16) * factor[..., None]).reshape(out, -1).numpy()
+
+    # They divide by the reciprocal where we multiply: one rounding apart.
+    assert_read_alike(exported, "compressed-tensors", read, rtol=2e-7)
 
 
 def test_modelopt_dequantizes_to_our_values(exported):
     nvfp4 = pytest.importorskip("modelopt.torch.quantization.qtensor.nvfp4_tensor")
-    directory, ours = exported("modelopt")
-    for expert in (0, len(ours) - 1):
-        rows = []
-        for projection in PROJECTIONS:
-            t = tensors_of(directory, f"layers.0.mlp.experts.{expert}.{projection}")
-            shape = torch.Size((t["weight"].shape[0], 2 * t["weight"].shape[1]))
-            packed = nvfp4.NVFP4QTensor(shape, torch.float32, t["weight"])
-            rows.append(
-                packed.dequantize(
-                    dtype=torch.float32, scale=t["weight_scale"],
-                    double_scale=t["weight_scale_2"], block_sizes={-1: 16},
-                ).numpy()
-            )  # fmt: skip
-        assert np.array_equal(np.concatenate(rows), ours[expert])
+
+    def read(t):
+        shape = torch.Size((t["weight"].shape[0], 2 * t["weight"].shape[1]))
+        packed = nvfp4.NVFP4QTensor(shape, torch.float32, t["weight"])
+        return packed.dequantize(
+            dtype=torch.float32, scale=t["weight_scale"],
+            double_scale=t["weight_scale_2"], block_sizes={-1: 16},
+        ).numpy()  # fmt: skip
+
+    assert_read_alike(exported, "modelopt", read, rtol=0, atol=0)
 
 
 def test_their_packer_takes_our_codes_from_our_scales(exported):

@@ -6,6 +6,7 @@ A leaf has one part or, with experts, one an expert. Only leading axes are named
 moves values, packed FP4 codes and block scales. Source: qwen.md section 3, transformers 5.24.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Iterable
@@ -110,9 +111,11 @@ def joined(name: str, tensors: Iterable[str], shape: tuple[int, ...], rows: int)
     return Leaf(name, shape, (_below(tensors, shape, rows),))
 
 
-def leaves(cfg: ModelConfig, layout: Layout, layer: int | None) -> list[Leaf]:
+@functools.lru_cache(maxsize=2)  # one layer is asked for many times in a row, and takes 6 ms
+def leaves(cfg: ModelConfig, layout: Layout, layer: int | None) -> tuple[Leaf, ...]:
     """The leaves of a layer, or (None) those outside layers."""
-    return _top_leaves(cfg, layout) if layer is None else _layer_leaves(cfg, layout, layer)
+    found = _top_leaves(cfg, layout) if layer is None else _layer_leaves(cfg, layout, layer)
+    return tuple(found)
 
 
 def _top_leaves(cfg, layout):

@@ -12,7 +12,6 @@ Source: qwen.md section 4.
 """
 
 import dataclasses
-import json
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -24,7 +23,7 @@ import numpy as np
 
 from trace_jax.formats import nvfp4
 from trace_jax.formats.block_scaled import BlockScaled
-from trace_jax.models.hugging_face.tensors import Spec, Stored
+from trace_jax.models.hugging_face.tensors import Spec, Stored, read_json
 
 E4M3, BF16 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.bfloat16)
 BLOCK = nvfp4.BLOCK
@@ -69,7 +68,7 @@ def quantization_of(config: Mapping[str, Any], directory: Path) -> Quantization:
     found = dict(config.get("quantization_config") or {})
     apart = directory / "hf_quant_config.json"
     if apart.exists():
-        found = {"quant_method": "modelopt"} | json.loads(apart.read_text())["quantization"] | found
+        found = {"quant_method": "modelopt"} | read_json(apart)["quantization"] | found
     if not found:
         return Quantization()
     method, block = found.get("quant_method"), tuple(found.get("weight_block_size") or (128, 128))

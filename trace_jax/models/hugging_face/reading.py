@@ -44,7 +44,7 @@ class Checkpoint:
         self._check()
         self._check_constants()
 
-    def leaves(self, layer: int | None) -> list[Leaf]:
+    def leaves(self, layer: int | None) -> tuple[Leaf, ...]:
         """The leaves of a layer, or (None) those outside layers."""
         return hf_names.leaves(self.cfg, self.layout, layer)
 

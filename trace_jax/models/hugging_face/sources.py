@@ -68,8 +68,8 @@ class Imported:
             raise FileNotFoundError(
                 f"no import in {workdir}: make one with experiments.checkpoint import"
             )
-        self.facts = json.loads((self.directory / FACTS).read_text())
-        self.config = json.loads((self.directory / "config.json").read_text())
+        self.facts = hf_tensors.read_json(self.directory / FACTS)
+        self.config = hf_tensors.read_json(self.directory / "config.json")
         sizes = self.facts.get("sizes")  # of a model that config.json cannot describe
         self.cfg = ModelConfig(**sizes) if sizes else hf_config.read(self.config)
         self.layout = Layout(**self.facts["layout"])
@@ -141,7 +141,7 @@ def copy_small_files(source: Path, target: Path, declared: bool = True) -> None:
             shutil.copyfile(source / name, target / name)
     if not declared:
         (target / "hf_quant_config.json").unlink(missing_ok=True)
-        config = json.loads((target / "config.json").read_text())
+        config = hf_tensors.read_json(target / "config.json")
         config.pop("quantization_config", None)
         hf_tensors.write_text(target / "config.json", json.dumps(config, indent=2) + "\n")
 

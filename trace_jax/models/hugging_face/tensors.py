@@ -83,7 +83,7 @@ def stored_tensors(path: Path) -> dict[str, Stored]:
 def read_json(path: Path) -> Any:
     """What a JSON file holds. Raises ValueError, naming it, where it is malformed."""
     try:
-        return json.loads(path.read_text())
+        return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path}: not valid JSON ({error})") from error
 
