@@ -60,6 +60,17 @@ def test_observed_sites_have_codes_and_no_format():
     assert observing.weight_fmt("attention/q") is None
 
 
+def test_weights_and_activations_can_be_told_apart():
+    resolved = resolve([("experts/in", "nvfp4"), ("attention/k", "mxfp4")])
+    weights = resolved.only(weights=True, sites=())
+    assert weights.weight_fmt("experts/gate_up") == "nvfp4"
+    assert weights.formats == ()
+    assert weights.observed == resolved.formats
+    keys = resolved.only(weights=False, sites=["attention/k"])
+    assert keys == Policy((("attention/k", "mxfp4"),), (), (("experts/in", "nvfp4"),))
+    assert resolved.only(weights=True, sites=resolved.sites) == resolved
+
+
 @pytest.mark.parametrize(
     ("pattern", "closest"),
     [

@@ -94,7 +94,7 @@ def test_scores_depend_on_the_distance_of_positions():
 
 def test_observed_sites_leave_the_forward_as_it_is():
     """Their codes are recorded, and nothing is rounded: not in the sums, and not in the cache."""
-    observing = dataclasses.replace(NOTHING, observed=EVERYTHING.formats)
+    observing = EVERYTHING.only(weights=False, sites=())
     recording = record.recording("codes", ("*",), "all", SITE_LAYERS, EVERYTHING)
     tokens_BT = small_model.tokens()
     empty = cache.empty(CFG, observing, *tokens_BT.shape, jnp.float32)

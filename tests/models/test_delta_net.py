@@ -27,7 +27,8 @@ CFG = ModelConfig(
 )  # fmt: skip
 SIGMOID = dataclasses.replace(CFG, delta_net=dataclasses.replace(CFG.delta_net, gate="sigmoid"))
 FP4_STATE = Policy((("delta_net/state", "nvfp4"),))
-FP4_SITES = Policy((("delta_net/in", "nvfp4"), ("delta_net/out", "nvfp4")))
+IN_AND_OUT = (("delta_net/in", "nvfp4"), ("delta_net/out", "nvfp4"))
+FP4_SITES = Policy(IN_AND_OUT, IN_AND_OUT)
 
 
 # The oracle.

@@ -59,7 +59,7 @@ def arms(settings: Settings) -> list[Arm]:
         return Arm(name, quantized, kept, replay_routes=True)
 
     return [
-        Arm("fp4_rollout", Policy(observed=quantized.formats)),
+        Arm("fp4_rollout", quantized.only(weights=False, sites=())),
         Arm("qat", quantized),
         Arm("qat, routes replayed", quantized, None, replay_routes=True),
         guided("trace (low bit, latter half)", "low1", "latter_half"),

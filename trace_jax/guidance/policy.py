@@ -67,14 +67,15 @@ Rules = Iterable[tuple[str, str]]
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """The format of every quantized site; sites not named stay as they are. Static, hashable.
+    """What is quantized, and in which format. Static, hashable; what is not named stays as it is.
 
     An `observed` site stays as it is too, but the codes that its activation would take can be
     recorded: that is how a BF16 forward is compared with an FP4 one.
     """
 
-    formats: tuple[tuple[str, str], ...] = ()
-    observed: tuple[tuple[str, str], ...] = ()
+    formats: tuple[tuple[str, str], ...] = ()  # (site, format) of activations
+    weights: tuple[tuple[str, str], ...] = ()  # (site, format) of the weights that multiply them
+    observed: tuple[tuple[str, str], ...] = ()  # (site, format) of activations left as they are
 
     def fmt(self, site: str) -> str | None:
         """The format of a site, or None where it is not quantized."""
@@ -82,12 +83,22 @@ class Policy:
 
     def weight_fmt(self, weight: str) -> str | None:
         """The format of a weight (a key of WEIGHT_SITE), or None where it is not quantized."""
-        return self.fmt(WEIGHT_SITE.get(weight, ""))
+        return dict(self.weights).get(WEIGHT_SITE.get(weight, ""))
 
     @property
     def sites(self) -> tuple[str, ...]:
         """The sites whose codes can be recorded, quantized or observed: all but the state."""
         return tuple(site for site, _ in self.formats + self.observed if site != STATE)
+
+    def only(self, *, weights: bool, sites: Iterable[str]) -> "Policy":
+        """This policy with its weights or without, and activations quantized at `sites` only.
+
+        The other sites are observed.
+        """
+        sites = set(sites)
+        kept = tuple(pair for pair in self.formats if pair[0] in sites)
+        left = tuple(pair for pair in self.formats if pair[0] not in sites)
+        return Policy(kept, self.weights if weights else (), self.observed + left)
 
 
 NOTHING = Policy()
@@ -127,7 +138,9 @@ def resolve(rules: Rules, among: Iterable[str]) -> Policy:
         for site in matching([pattern], among):
             chosen.setdefault(site, fmt)
     kept = ((site, chosen.get(site, UNQUANTIZED)) for site in among)
-    return Policy(tuple((site, fmt) for site, fmt in kept if fmt != UNQUANTIZED))
+    formats = tuple((site, fmt) for site, fmt in kept if fmt != UNQUANTIZED)
+    with_weights = set(WEIGHT_SITE.values())
+    return Policy(formats, tuple(pair for pair in formats if pair[0] in with_weights))
 
 
 def block(fmt: str) -> int:

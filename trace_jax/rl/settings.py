@@ -192,7 +192,7 @@ class Settings:
         """What the training forward quantizes; under a BF16 trainer FP4 sites are only observed."""
         if self.method.training_fp4:
             return self.quantized
-        return Policy(observed=self.quantized.formats if self.audit else ())
+        return self.quantized.only(weights=False, sites=()) if self.audit else NOTHING
 
     def sampler(self) -> Sampler:
         """The Sampler of training rollouts."""
