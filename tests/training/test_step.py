@@ -17,6 +17,7 @@ from trace_jax.guidance.policy import NOTHING
 from trace_jax.guidance.record import Guidance
 from trace_jax.models import decoder, packing
 from trace_jax.models.layer_context import EngineNoise
+from trace_jax.rl.objective import Objective
 from trace_jax.rollout.sampler import Sampler
 from trace_jax.training import state as train_state
 from trace_jax.training.step import TrainBatch, Trainer, WarmUp, valid_inputs
@@ -27,10 +28,10 @@ LOW1 = record.recording("low1", SITES, "all", SITE_LAYERS, EVERYTHING)
 AUDIT = dataclasses.replace(
     record.recording("codes", SITES, "all", SITE_LAYERS, EVERYTHING), sequences=6
 )
-SAMPLER = Sampler(CFG, EVERYTHING, BF16, 6, (3,), 0, recording=LOW1, audit=AUDIT)
+SAMPLER = Sampler(CFG, EVERYTHING, BF16, 6, (3,), 0, recording=LOW1, audit=AUDIT, head_tokens=4)
 TRAINER = Trainer(
     CFG, EVERYTHING, BF16, optax.sgd(0.1), temperature=0.7, replay_routes=True,
-    clip_low=0.2, clip_high=0.28, ratio_cap=5.0, audit=AUDIT,
+    objective=Objective(), audit=AUDIT,
 )  # fmt: skip
 B, P = 8, 4
 ADVANTAGE_B = np.array([1.5, -0.5, -1.5, 1, 3, 3, 3, 3], np.float32)
@@ -210,6 +211,25 @@ def test_old_log_probs_follow_what_their_updates_follow(rollout, batch, guided):
     assert metrics["policy/importance_ratio"] == pytest.approx(1, abs=1e-6)
     mismatched = metrics["mismatch/logp_abs_mean"] > 1e-2
     assert mismatched != guided
+
+
+def test_the_heads_of_both_sides_line_up(batch):
+    """Under equal distributions each position's head meets itself, and there is no drift to take.
+
+    Read one position off, they would be apart.
+    """
+    trainer = dataclasses.replace(DECOUPLED, objective=Objective(correction="score_centering"))
+    (loss, metrics), grads = jax.jit(jax.value_and_grad(trainer.loss, has_aux=True))(
+        masters(), batch
+    )
+    (plain, _), plain_grads = decoupled(masters(), batch)
+    assert loss == pytest.approx(float(plain), abs=1e-4)
+    for ours, theirs in zip(*map(jax.tree.leaves, (grads, plain_grads)), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-3 * np.abs(theirs).max())
+    assert metrics["policy/correction_ratio"] == pytest.approx(1, abs=1e-5)
+    head = jax.device_get(batch.rollout.head)
+    apart = np.abs(head.logp_BTH[:, 1:] - head.logp_BTH[:, :-1])
+    assert np.median(apart[np.asarray(batch.rollout.mask_BT)[:, :-1] == 1]) > 0.1
 
 
 # -- emulated engines ------------------------------------------------------------------------------

@@ -9,6 +9,14 @@ They run the same code; a method is one row of this table.
                   half of the layers, routes replayed: the paper's R-1bit configuration
     trace_full    the same with full codes in all layers: the paper's upper bound
 Source: TRACE (arXiv 2610.07767) sections 3.1, 3.2 and its baselines.
+
+Its neighbours meet the same gap elsewhere, in the loss (rl/objective.py), k = pi_old / pi_rollout:
+
+    qarl             as qat, with TBPO: J = mean_i [s_i in band] [w_i in band] w_i s_i A_i, the
+                     geometric means over a sequence of pi / pi_old and of k (arXiv 2604.07853)
+    tis              as fp4_rollout, each token weighed by min(k, 2) (FlashRL)
+    icepop           as fp4_rollout, each token weighed by k within [0.5, 5], by 0 outside (Ant)
+    score_centering  as fp4_rollout, the gap's mean score subtracted (arXiv 2609.20807)
 """
 
 import dataclasses
@@ -23,6 +31,8 @@ class Method:
     encoding: str | None = None  # of the guidance (guidance/quantizer.py), None: no guidance
     layers: str = "all"  # share of the layers guided (guidance/record.py)
     replay_routes: bool = False
+    loss: str = "grpo"  # of rl/objective.py, as the correction
+    correction: str = "none"
 
 
 METHODS = {
@@ -31,6 +41,10 @@ METHODS = {
     "qat": Method(rollout_fp4=True, training_fp4=True),
     "trace": Method(True, True, encoding="low1", layers="latter_half", replay_routes=True),
     "trace_full": Method(True, True, encoding="codes", layers="all", replay_routes=True),
+    "qarl": Method(True, True, loss="tbpo", correction="trust_band"),
+    "tis": Method(True, False, correction="tis"),
+    "icepop": Method(True, False, correction="icepop"),
+    "score_centering": Method(True, False, correction="score_centering"),
 }
 
 
