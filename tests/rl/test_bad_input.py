@@ -87,7 +87,10 @@ REFUSED = [  # (overrides, what the message must hold)
     ({"rl.icepop_low": 1.5}, "config.rl.icepop_low=1.5: must lie in [0, 1)"),
     ({"rl.tbpo_high": 1.0}, "config.rl.tbpo_high=1.0: must exceed 1"),
     ({"rl.sequence_mask_low": -0.5}, "config.rl.sequence_mask_low=-0.5: must lie in [0, 1)"),
-    ({"rl.head_tokens": 273}, "config.rl.head_tokens=273: the vocabulary has 272"),
+    (
+        {"method": "score_centering", "rl.head_tokens": 273},
+        "config.rl.head_tokens=273: the vocabulary has 272",
+    ),
     ({"rl.staleness": 4}, "config.rl.staleness=4: must lie between 0 and rl.max_staleness=3"),
     ({"warmup.learning_rate": -1.0}, "config.warmup.learning_rate=-1.0: must"),
     # The mesh.

@@ -10,7 +10,13 @@ They run the same code; a method is one row of this table.
     trace_full    the same with full codes in all layers: the paper's upper bound
 Source: TRACE (arXiv 2610.07767) sections 3.1, 3.2 and its baselines.
 
-Its neighbours meet the same gap elsewhere, in the loss (rl/objective.py), k = pi_old / pi_rollout:
+Its neighbours meet the same gap elsewhere. In what each side computes:
+
+    quads            FP4 weights on both sides. Training: activations, K and V in BF16. Rollout: in
+                     FP4, x ~ Q(x) + Q(r), r = x - Q(x) on half of the channels, as a second product
+                     (quantizer.residual); K and V get none (arXiv 2607.15810)
+
+In the loss (rl/objective.py), with k = pi_old / pi_rollout:
 
     qarl             as qat, with TBPO: J = mean_i [s_i in band] [w_i in band] w_i s_i A_i, the
                      geometric means over a sequence of pi / pi_old and of k (arXiv 2604.07853)
@@ -31,6 +37,8 @@ class Method:
     encoding: str | None = None  # of the guidance (guidance/quantizer.py), None: no guidance
     layers: str = "all"  # share of the layers guided (guidance/record.py)
     replay_routes: bool = False
+    training_activations: bool = True  # whether FP4 training quantizes them, or weights alone
+    residual: float = 0.0  # share of the rollout's channels with a residual (guidance/policy.py)
     loss: str = "grpo"  # of rl/objective.py, as the correction
     correction: str = "none"
 
@@ -41,6 +49,7 @@ METHODS = {
     "qat": Method(rollout_fp4=True, training_fp4=True),
     "trace": Method(True, True, encoding="low1", layers="latter_half", replay_routes=True),
     "trace_full": Method(True, True, encoding="codes", layers="all", replay_routes=True),
+    "quads": Method(True, True, training_activations=False, residual=0.5),
     "qarl": Method(True, True, loss="tbpo", correction="trust_band"),
     "tis": Method(True, False, correction="tis"),
     "icepop": Method(True, False, correction="icepop"),

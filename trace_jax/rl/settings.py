@@ -213,9 +213,9 @@ class Settings:
             f"correction {correction!r} compares the trainer's own with the rollout's; set "
             "'trainer', or rl.correction='none'",
         )  # fmt: skip
+        fits = not self.objective.centres or self.rl.head_tokens <= self.cfg.vocab_size
         rule = f"the vocabulary has {self.cfg.vocab_size}"
-        require(self.rl.head_tokens <= self.cfg.vocab_size, "rl.head_tokens",
-                self.rl.head_tokens, rule)  # fmt: skip
+        require(fits, "rl.head_tokens", self.rl.head_tokens, rule)
 
     @property
     def rollout_policy(self) -> Policy:
@@ -224,10 +224,11 @@ class Settings:
 
     @property
     def training_policy(self) -> Policy:
-        """What the training forward quantizes; under a BF16 trainer FP4 sites are only observed."""
-        if self.method.training_fp4:
+        """What the training forward quantizes; FP4 sites in BF16 are only observed."""
+        weights = self.method.training_fp4
+        if weights and self.method.training_activations:
             return self.quantized
-        return self.quantized.only(weights=False, sites=()) if self.audit else NOTHING
+        return self.quantized.only(weights=weights, sites=()) if weights or self.audit else NOTHING
 
     @property
     def old_log_probs(self) -> str:
@@ -308,6 +309,7 @@ def resolve(config: Mapping) -> Settings:
     require(dtype in ("bfloat16", "float32"), "dtype", dtype, "choose 'bfloat16' or 'float32'")
     with naming("quantize"):
         quantized = policies.resolve(config["quantize"], architecture.sites(cfg))
+    quantized = dataclasses.replace(quantized, residual=method.residual)
     guidance = section(GuidanceSettings, config, "guidance")
     rollout = section(RolloutSettings, config, "rollout")
     rl = section(RLSettings, config, "rl")
