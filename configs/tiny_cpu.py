@@ -79,7 +79,7 @@ def get_config(model: str | None = None) -> ConfigDict:
                 # What is made of pi_old / pi_rollout (rl/corrections.py). "" takes the method's;
                 # else none, tis, icepop, sequence_mask, trust_band, score_centering.
                 correction="",
-                tis_cap=2.0,
+                tis_cap=2.0,  # 5.0 where the paper's bound is read as this cap
                 icepop_low=0.5,
                 icepop_high=5.0,
                 sequence_mask_low=0.5,

@@ -186,7 +186,7 @@ class Settings:
     dtype: jnp.dtype
     method: Method
     objective: Objective
-    quantized: Policy  # what FP4 means in this run
+    quantized: Policy  # what FP4 means in this run, and in its evaluation
     recording: Recording | None
     audit: Recording | None
     task: Mapping
