@@ -2,8 +2,10 @@
 
 The distribution is softmax(logits / temperature), float32, over the whole vocabulary (top_p = 1,
 top_k = 0), so the log-probs are those of the distribution that was sampled from. Letters: B
-sequences, T tokens, V vocabulary.
+sequences, T tokens, V vocabulary, H tokens of it.
 """
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +29,31 @@ def next_token_log_probs(
     logp_BT = jnp.take_along_axis(logp_BTV, tokens_BT[:, 1:, None], axis=-1)[..., 0]
     entropy_BT = -jnp.sum(jnp.exp(logp_BTV) * logp_BTV, axis=-1)
     return tuple(jnp.pad(a, ((0, 0), (1, 0))) for a in (logp_BT, entropy_BT))
+
+
+class Head(NamedTuple):
+    """The most likely tokens of each position's distribution, likeliest first."""
+
+    tokens_BTH: jax.Array  # int32
+    logp_BTH: jax.Array  # float32, nats, of the whole vocabulary
+
+
+def head(logits_BV: jax.Array, size: int, temperature: jax.Array | float) -> Head:
+    """The Head of `size` tokens [B, H] of distributions [B, V]; ties go to the lower id."""
+    logp_BH, token_BH = jax.lax.top_k(log_softmax(logits_BV, temperature), size)
+    return Head(token_BH, logp_BH)
+
+
+def of_head(
+    logits_BTV: jax.Array, tokens_BTH: jax.Array, temperature: jax.Array | float
+) -> jax.Array:
+    """Log-probs of the tokens of a Head given their past, nats [B, T, H].
+
+    Entry t reads logits t - 1, as in `next_token_log_probs`; entry 0 is 0.
+    """
+    logp_BTV = log_softmax(logits_BTV[:, :-1], temperature)
+    logp_BTH = jnp.take_along_axis(logp_BTV, tokens_BTH[:, 1:], axis=-1)
+    return jnp.pad(logp_BTH, ((0, 0), (1, 0), (0, 0)))
 
 
 def sample(

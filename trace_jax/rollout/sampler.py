@@ -22,6 +22,7 @@ from trace_jax.models import cache as caches
 from trace_jax.models import decoder, packing
 from trace_jax.models.architecture import ModelConfig
 from trace_jax.rollout import log_probs
+from trace_jax.rollout.log_probs import Head
 
 
 @jax.tree_util.register_dataclass
@@ -38,6 +39,7 @@ class Rollout:
     audit: Guidance | None  # full codes of the first sequences, to measure mismatch by
     check: Guidance | None  # 16 bits of each row that guidance restores, to count those restored
     version: jax.Array  # int32: of the policy that sampled
+    head: Head | None = None  # of what each completion token was drawn from; 0 elsewhere
 
     @property
     def mask_BT(self) -> jax.Array:
@@ -61,6 +63,7 @@ class Sampler:
     audit: Recording | None = None
     check: Recording | None = None
     unpack_once: bool = True  # hold the FP4 weights unpacked while sampling: faster, 4x their bytes
+    head_tokens: int = 0  # of each distribution sampled from, kept with their log-probs
 
     @functools.partial(jax.jit, static_argnums=0)
     def __call__(
@@ -90,6 +93,7 @@ class Sampler:
         state = _State(
             tokens_BT=jnp.full((B, T), self.pad_id, jnp.int32).at[:, :P].set(prompts_BP),
             logp_BT=jnp.zeros((B, T), jnp.float32),
+            head=self._empty_head(B, T),
             length_B=prompt_length_B,
             done_B=jnp.zeros((B,), bool),
             cache=out.cache,
@@ -121,6 +125,7 @@ class Sampler:
             state.tokens_BT, prompt_length_B, state.length_B, state.logp_BT, routes,
             *map(recorded.get, (self.recording, self.audit, self.check)),
             jnp.asarray(version, jnp.int32),
+            state.head,
         )  # fmt: skip
 
     @property
@@ -134,6 +139,12 @@ class Sampler:
             length_B=length_B,
         )  # fmt: skip
 
+    def _empty_head(self, B, T):
+        if not self.head_tokens:
+            return None
+        shape = (B, T, self.head_tokens)
+        return Head(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32))
+
     def _route_ids(self, routes_LBTA):
         if routes_LBTA is None:
             return None
@@ -143,14 +154,19 @@ class Sampler:
         """The state with one more token for each sequence that is not done."""
         draw_B = jax.vmap(jax.random.fold_in)(key_B, state.length_B)
         token_B, logp_B = log_probs.sample(logits_BV, draw_B, temperature)
+        head = None
+        if self.head_tokens:
+            head = log_probs.head(logits_BV, self.head_tokens, temperature)
         row_B = jnp.arange(token_B.shape[0])
         past_end = state.tokens_BT.shape[1]  # where writes are dropped
         at = jnp.where(state.done_B, past_end, state.length_B)
+        put = lambda held, new: held.at[row_B, at].set(new, mode="drop")
         stopped_B = jnp.isin(token_B, jnp.asarray(self.stop_ids))
         return dataclasses.replace(
             state,
-            tokens_BT=state.tokens_BT.at[row_B, at].set(token_B, mode="drop"),
-            logp_BT=state.logp_BT.at[row_B, at].set(logp_B, mode="drop"),
+            tokens_BT=put(state.tokens_BT, token_B),
+            logp_BT=put(state.logp_BT, logp_B),
+            head=jax.tree.map(put, state.head, head),
             length_B=state.length_B + ~state.done_B,
             done_B=state.done_B | stopped_B,
         )
@@ -161,6 +177,7 @@ class Sampler:
 class _State:
     tokens_BT: jax.Array
     logp_BT: jax.Array
+    head: Head | None
     length_B: jax.Array
     done_B: jax.Array
     cache: caches.Cache
