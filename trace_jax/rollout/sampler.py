@@ -37,6 +37,7 @@ class Rollout:
     guidance: Guidance | None  # the record that guides training
     audit: Guidance | None  # full codes of the first sequences, to measure mismatch by
     version: jax.Array  # int32: of the policy that sampled
+    log_mass_BT: jax.Array | None = None  # float32, nats: what truncation kept; None without
 
     @property
     def mask_BT(self) -> jax.Array:
@@ -59,6 +60,8 @@ class Sampler:
     recording: Recording | None = None
     audit: Recording | None = None
     unpack_once: bool = True  # hold the FP4 weights unpacked while sampling: faster, 4x their bytes
+    top_p: float = 1.0  # draw from the most likely tokens that reach this probability
+    top_k: int = 0  # draw from this many most likely tokens; 0: all
 
     @functools.partial(jax.jit, static_argnums=0)
     def __call__(
@@ -88,6 +91,7 @@ class Sampler:
         state = _State(
             tokens_BT=jnp.full((B, T), self.pad_id, jnp.int32).at[:, :P].set(prompts_BP),
             logp_BT=jnp.zeros((B, T), jnp.float32),
+            log_mass_BT=jnp.zeros((B, T), jnp.float32) if self.truncates else None,
             length_B=prompt_length_B,
             done_B=jnp.zeros((B,), bool),
             cache=out.cache,
@@ -118,7 +122,13 @@ class Sampler:
         return Rollout(
             state.tokens_BT, prompt_length_B, state.length_B, state.logp_BT, routes,
             recorded.get(self.recording), recorded.get(self.audit), jnp.asarray(version, jnp.int32),
+            state.log_mass_BT,
         )  # fmt: skip
+
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens cannot be drawn."""
+        return self.top_p < 1 or self.top_k > 0
 
     @property
     def _recordings(self) -> tuple[Recording, ...]:
@@ -139,15 +149,19 @@ class Sampler:
     def _append(self, state, logits_BV, key_B, temperature):
         """The state with one more token for each sequence that is not done."""
         draw_B = jax.vmap(jax.random.fold_in)(key_B, state.length_B)
-        token_B, logp_B = log_probs.sample(logits_BV, draw_B, temperature)
+        token_B, logp_B, log_mass_B = log_probs.sample(
+            logits_BV, draw_B, temperature, self.top_p, self.top_k
+        )
         row_B = jnp.arange(token_B.shape[0])
         past_end = state.tokens_BT.shape[1]  # where writes are dropped
         at = jnp.where(state.done_B, past_end, state.length_B)
         stopped_B = jnp.isin(token_B, jnp.asarray(self.stop_ids))
+        put = lambda held_BT, new_B: held_BT.at[row_B, at].set(new_B, mode="drop")
         return dataclasses.replace(
             state,
-            tokens_BT=state.tokens_BT.at[row_B, at].set(token_B, mode="drop"),
-            logp_BT=state.logp_BT.at[row_B, at].set(logp_B, mode="drop"),
+            tokens_BT=put(state.tokens_BT, token_B),
+            logp_BT=put(state.logp_BT, logp_B),
+            log_mass_BT=put(state.log_mass_BT, log_mass_B) if self.truncates else None,
             length_B=state.length_B + ~state.done_B,
             done_B=state.done_B | stopped_B,
         )
@@ -158,6 +172,7 @@ class Sampler:
 class _State:
     tokens_BT: jax.Array
     logp_BT: jax.Array
+    log_mass_BT: jax.Array | None
     length_B: jax.Array
     done_B: jax.Array
     cache: caches.Cache
