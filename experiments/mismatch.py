@@ -26,7 +26,12 @@ def attribute(settings: Settings, task: tasks.Task, params: dict) -> dict:
     """What mismatch.json holds of the sources of the gap."""
     bench = attribution.bench(settings, task, params)
     return {
+        "prompts": settings.rollout.prompts,
+        "sequences": settings.rollout.batch,
         "engine": attribution.engine(settings)[0],
+        "updates": attribution.updates(settings),
+        "top_p": settings.rollout.top_p,
+        "top_k": settings.rollout.top_k,
         "sources": attribution.attribute(bench),
         "engines": anatomy.engines(bench),
         "by_site_and_layer": anatomy.by_site_and_layer(bench),

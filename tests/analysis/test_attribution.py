@@ -148,7 +148,12 @@ def results():
         for layer in (0, 1)
     ]
     return {
+        "prompts": 2,
+        "sequences": 4,
         "engine": "emulated",
+        "updates": 2,
+        "top_p": 0.9,
+        "top_k": 0,
         "sources": rows,
         "engines": [engine],
         "by_site_and_layer": {"attention/in": [0.0, 0.5], "attention/k": [None, 0.25]},
@@ -163,9 +168,13 @@ def results():
 def test_the_table():
     lines = attribution_report.markdown(results()).splitlines()
     numbers = " | ".join(2 * ["0.25 | 0.12 .. 0.5 | 50% | 0 | 0.062"])
-    assert lines[2] == f"| BF16 | kernels | {numbers} |"
-    assert lines[3].startswith("| BF16 | with none of them | 0.25 | 0.12 .. 0.5 | 50% | - | - |")
-    assert lines[4].startswith("| BF16 | with all of them | 0.5 | 0.12 .. 0.5 | 100% | - | - |")
+    assert lines[0] == (
+        "4 sequences of 2 prompts; 95%: bootstrap over prompts. kernels: emulated. "
+        "staleness: 2 updates. truncation: top_p 0.9, top_k 0."
+    )
+    assert lines[4] == f"| BF16 | kernels | {numbers} |"
+    assert lines[5].startswith("| BF16 | with none of them | 0.25 | 0.12 .. 0.5 | 50% | - | - |")
+    assert lines[6].startswith("| BF16 | with all of them | 0.5 | 0.12 .. 0.5 | 100% | - | - |")
     assert lines[-1] == "| emulated | 0.5 | 0.25 | 0 | 1.5 |"
 
 

@@ -42,9 +42,7 @@ from trace_jax.rollout.sampler import Rollout
 from trace_jax.training import state as train_state
 from trace_jax.training.step import Trainer
 
-STALENESS = (
-    2  # updates of the stale trainer where the configuration has rollouts of its own version
-)
+STALENESS = 2  # updates of the stale trainer where rl.staleness is 0
 CACHE = ("attention/k", "attention/v", STATE)
 ENCODING = {  # (own scales, own codes) -> the record that is left to follow
     (False, False): "low1",
@@ -152,14 +150,19 @@ def quieted(noise: EngineNoise, layers_L: jax.Array) -> EngineNoise:
     )
 
 
-def updated(settings: Settings, task: Task, params: dict, updates: int) -> dict:
-    """Masters after some guided updates, each on a rollout of its own by the policy it finds."""
+def updates(settings: Settings) -> int:
+    """By how many updates the stale trainer is ahead of its rollout."""
+    return settings.rl.staleness or STALENESS
+
+
+def updated(settings: Settings, task: Task, params: dict, count: int) -> dict:
+    """Masters after `count` guided updates, each on a rollout of its own by the policy it finds."""
     sampler = comparison.sampler(settings, settings.quantized)
     trainer = dataclasses.replace(
         settings.trainer(), policy=settings.quantized, replay_routes=True, audit=None
     )
     state = train_state.create(jax.tree.map(jnp.copy, params), trainer.transformation)
-    for version in range(updates):
+    for version in range(count):
         packed = packing.pack_jit(state.params, settings.quantized, settings.dtype)
         rollout = experience.sample(
             settings, task, sampler, packed, 1 + version, jax.random.key(1), version
@@ -173,7 +176,7 @@ def updated(settings: Settings, task: Task, params: dict, updates: int) -> dict:
 def bench(settings: Settings, task: Task, params: dict) -> Bench:
     """The rollout of params, and what reads it."""
     rollout = comparison.sample(settings, task, params, settings.quantized)
-    later = updated(settings, task, params, settings.rl.staleness or STALENESS)
+    later = updated(settings, task, params, updates(settings))
     weights = {
         (stale, fp4): comparison.weights(masters, settings.quantized, settings.dtype, fp4)
         for stale, masters in ((False, params), (True, later))

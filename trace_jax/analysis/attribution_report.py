@@ -17,8 +17,14 @@ TINY, SMALL = 6.5, 7.5  # font sizes
 
 
 def markdown(results: Mapping[str, Any]) -> str:
-    """The shares of every source, then QAT under each pair of engines."""
+    """What was compared, the shares of every source, then QAT under each pair of engines."""
+    truncated = results["top_p"] < 1 or results["top_k"] > 0
     lines = [
+        f"{results['sequences']} sequences of {results['prompts']} prompts; 95%: bootstrap over "
+        f"prompts. kernels: {results['engine']}. staleness: {results['updates']} updates."
+        + f" truncation: top_p {results['top_p']}, top_k {results['top_k']}."
+        * truncated,
+        "",
         "| trainer | source | share of the gap (nats) | 95% | of all | alone | last "
         "| share of D_act | 95% | of all | alone | last |",
         "|---" * 12 + "|",
