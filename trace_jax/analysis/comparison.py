@@ -111,8 +111,7 @@ def compare(
 ) -> Comparison:
     """The Comparison of one arm. Of the trainer, what the arguments do not say is kept.
 
-    params: masters, or as of `weights`. Pass one trainer throughout: two that are made alike are
-    not equal, for their optimizers are not, and would compile twice.
+    params: masters, or as of `weights`.
     """
     audit = rollout.audit and Recording("codes", rollout.audit.layers)
     reader = dataclasses.replace(trainer, policy=arm.policy, replay_routes=True, audit=audit)

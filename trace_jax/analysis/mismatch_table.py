@@ -99,9 +99,9 @@ def guided(settings: Settings, name: str, encoding: str, share: str = "all") -> 
 
 def emulated(settings: Settings, noise: float) -> EngineNoise:
     """Relative noise in all layers."""
-    return EngineNoise(
-        jax.random.key(2), jnp.full(settings.cfg.num_layers, noise, jnp.float32), False
-    )
+    layers = settings.cfg.num_layers
+    relative = jnp.full(layers, noise, jnp.float32)
+    return EngineNoise(jax.random.key(2), relative, jnp.zeros(layers, bool))
 
 
 def measure(
