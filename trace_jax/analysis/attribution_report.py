@@ -123,7 +123,7 @@ def draw_positions(axes: Axes, found: Mapping[str, Any]) -> None:
             marker="o", markersize=2.5,
         )  # fmt: skip
     axes.set(yscale="log", title="Along the completion", xlabel="completion token",
-             ylabel="mean |log-prob gap| (nats)")  # fmt: skip
+             ylabel=f"mean |gap| (nats; floor {FLOOR:.0e})")  # fmt: skip
     axes.xaxis.get_major_locator().set_params(integer=True)
     _finish(axes)
 
@@ -141,7 +141,7 @@ def draw_growth(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
         axes.plot(layers[0], rates[0], marker="o", markersize=3.5, **style)
     axes.plot([], [], "o", color=GREY, markersize=3.5, label="the noisy layer")
     axes.set(yscale="log", title="Growth of an error made in one layer", xlabel="layer",
-             ylabel=f"codes that differ (0 drawn at {FLOOR:.0e})")  # fmt: skip
+             ylabel=f"share of codes (floor {FLOOR:.0e})")  # fmt: skip
     axes.xaxis.get_major_locator().set_params(integer=True)
     _finish(axes)
 
