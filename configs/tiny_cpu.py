@@ -52,10 +52,11 @@ def get_config(model: str | None = None) -> ConfigDict:
             # The paper's sites are experts/* and attention/[kv]; here every linear layer is in FP4.
             quantize=(("*", "nvfp4"),),
             guidance=dict(
-                encoding="",  # "" takes the method's; else codes, low1, low2
+                encoding="",  # "" takes the method's; else one of guidance/encoding.py
                 layers="all",  # "" takes the method's (the paper's latter_half for trace)
                 sites=("attention/*", "experts/in"),  # recorded, where quantized
                 audit_sequences=8,  # a rollout; full codes are kept of them, to measure mismatch
+                check_rows=False,  # keep 16 bits a row, to count the rows that guidance restored
             ),
             rollout=dict(
                 prompts=32,

@@ -30,7 +30,14 @@ from trace_jax.training.step import TrainBatch
 REPEATS = flags.DEFINE_integer("repeats", 9, "pairs of runs, at least 5", lower_bound=5)
 NO_STOP = (-1,)  # the id of no token
 STILL = 1e-30  # a learning rate that moves no weight
-TARGETS = {"record low1, routes": 1.06, "train guided by low1": 1.08, "train guided by codes": 1.08}
+TARGETS = {
+    "record low1, routes": 1.06,
+    "record codes, routes": 1.06,
+    "record syndrome, routes": 1.06,
+    "train guided by low1": 1.08,
+    "train guided by codes": 1.08,
+    "train guided by syndrome": 1.15,
+}
 
 
 def settings_of(config, method: str, audit: bool = False) -> Settings:
@@ -76,7 +83,9 @@ def train_program(settings: Settings, params: dict, rollout: Rollout) -> Callabl
 
 def measure(config, pairs: int) -> tuple[dict[str, overhead.Paired], dict]:
     """Paired times by what was measured, and bytes by encoding and site."""
-    qat, low1, codes = (settings_of(config, name) for name in ("qat", "trace", "trace_full"))
+    qat, low1, codes, syndrome = (
+        settings_of(config, name) for name in ("qat", "trace", "trace_full", "trace_syndrome")
+    )
     replay = dataclasses.replace(qat, method=dataclasses.replace(qat.method, replay_routes=True))
     params = decoder.init(qat.cfg, jax.random.key(qat.seed))
     packed = packing.pack_jit(params, qat.rollout_policy, qat.dtype)
@@ -84,21 +93,27 @@ def measure(config, pairs: int) -> tuple[dict[str, overhead.Paired], dict]:
         "record routes": rollout_program(qat, packed),
         "record low1, routes": rollout_program(low1, packed),
         "record codes, routes": rollout_program(codes, packed),
+        "record syndrome, routes": rollout_program(syndrome, packed),
         "record routes, audit": rollout_program(settings_of(config, "qat", audit=True), packed),
     }
     times = overhead.measure(rollout_program(qat, packed, routes=False), record, pairs)
 
-    plain, with_low1, with_codes = (program() for program in list(record.values())[:3])
+    plain, with_low1, with_codes, with_syndrome = (
+        program() for program in list(record.values())[:4]
+    )
     train = {
         "train with routes replayed": train_program(replay, params, plain),
         "train guided by low1": train_program(low1, params, with_low1),
         "train guided by codes": train_program(codes, params, with_codes),
+        "train guided by syndrome": train_program(syndrome, params, with_syndrome),
     }
     times |= overhead.measure(train_program(qat, params, plain), train, pairs)
     return times, {
         name: overhead.site_bytes(rollout.guidance, qat.cfg)
-        for name, rollout in {"low1": with_low1, "codes": with_codes}.items()
-    }
+        for name, rollout in {
+            "low1": with_low1, "codes": with_codes, "syndrome": with_syndrome,
+        }.items()
+    }  # fmt: skip
 
 
 def main(config, workdir: str) -> None:

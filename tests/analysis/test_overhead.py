@@ -9,6 +9,7 @@ import pytest
 
 from tests import small_model
 from trace_jax.analysis import overhead
+from trace_jax.guidance import encoding as encodings
 from trace_jax.guidance import policy, quantizer, record
 from trace_jax.models import architecture, config, decoder
 
@@ -63,7 +64,7 @@ def test_a_machine_that_slows_down_leaves_the_median_ratio_near_one(monkeypatch)
 
 
 @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
-@pytest.mark.parametrize("encoding", quantizer.BITS)
+@pytest.mark.parametrize("encoding", encodings.ENCODINGS)
 def test_every_site_holds_the_bytes_of_the_formula(encoding, fmt):
     cfg = small_model.CFG
     quantized = policy.resolve([("*", fmt)], architecture.sites(cfg))

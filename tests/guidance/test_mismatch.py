@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from trace_jax.formats import block_scaled
-from trace_jax.guidance import mismatch, quantizer
+from trace_jax.guidance import encoding, mismatch, quantizer
 from trace_jax.guidance.record import Guidance
 
 # One site, L 2, B 1, T 3, one block of 16. Values of codes 0..7: 0, .5, 1, 1.5, 2, 3, 4, 6.
@@ -50,6 +50,38 @@ def test_codes_that_differ():
     total = sums.total()
     assert (float(total.codes), float(total.values)) == (3, 64)
     assert float(total.d_act) == pytest.approx(np.sqrt(4.5 / 148))
+
+
+def test_rows_restored_are_those_whose_every_code_and_scale_agree():
+    """Two sites, one with two rows a token (K by head): 2 layers x 2 valid tokens x (1 + 2)."""
+
+    def hashed(codes, by_head, scales=SCALES):
+        found = {}
+        for site, at in {"experts/in": codes, "attention/k": by_head}.items():
+            shape = at.shape[:-1]
+            scale = jnp.asarray(
+                np.broadcast_to(scales[..., :1], (*shape, 1))
+                if at is codes
+                else np.full((*shape, 1), 2.0)
+            ).astype(jnp.float8_e4m3fn)
+            q = block_scaled.pack(jnp.asarray(at), scale, jnp.ones(shape), "nvfp4")
+            found[site] = encoding.encode(q, encoding.HASH)
+        return Guidance(found, (("experts/in", (0, 1)), ("attention/k", (0, 1))))
+
+    by_head = np.stack([CODES, CODES], axis=3)
+    rollout, codes, keys, scales = (
+        hashed(CODES, by_head),
+        CODES.copy(),
+        by_head.copy(),
+        SCALES.copy(),
+    )
+    assert mismatch.rows_restored(rollout, rollout, VALID_BT) == 1
+    codes[0, 0, 0, 3] = 1
+    codes[0, 0, 2, 3] = 1  # not valid
+    keys[1, 0, 1, 1, 15] = 8
+    scales[1, 0, 1] = 2.25
+    ours = hashed(codes, keys, scales)
+    assert mismatch.rows_restored(ours, rollout, VALID_BT) == pytest.approx(1 - 3 / 12)
 
 
 def test_scales_that_differ():

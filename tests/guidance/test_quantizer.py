@@ -15,8 +15,9 @@ from jax.sharding import PartitionSpec as P
 from tests.formats import edges, oracle
 from trace_jax.formats import block_scaled, e2m1
 from trace_jax.formats import quantize as formats
+from trace_jax.guidance import encoding as encodings
 from trace_jax.guidance import quantizer
-from trace_jax.guidance.quantizer import Guide
+from trace_jax.guidance.encoding import Guide
 
 FORMATS = ["nvfp4", "mxfp4"]
 SHAPE = (16, 256)  # of most tensors here, so that few programs are compiled
@@ -306,7 +307,7 @@ def test_bytes_of_a_value(fmt, encoding, bits):
     sizes = [leaf.size * leaf.dtype.itemsize / (3 * 5) for leaf in jax.tree.leaves(guide)]
     assert sizes[0] + sizes[1] == 2048 * bits / 8
     assert sizes[2:] == ([4] if fmt == "nvfp4" else [])
-    assert quantizer.BITS[encoding] == bits // 1
+    assert encodings.ENCODINGS[encoding].bits == bits // 1
 
 
 @every_encoding

@@ -16,7 +16,7 @@ from trace_jax.models import decoder
 from trace_jax.models.layer_context import LayerContext
 
 TOKENS = small_model.tokens()
-ENCODINGS = ("codes", "low1", "low2")
+ENCODINGS = ("codes", "low1", "low2", "syndrome6")
 recording = functools.partial(
     record.recording, patterns=("*",), share="all", site_layers=SITE_LAYERS, quantized=EVERYTHING
 )
@@ -169,11 +169,20 @@ def test_hidden_rows_cannot_be_guided_without_the_routes_they_belong_to():
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_bytes_per_token_are_those_of_the_formula(encoding):
-    """width * (b + 8/16) / 8 a site and layer, 4 bytes for each outer scale (method.md 1.11)."""
+    """width * (b + 8/16) / 8 a site and layer, 4 bytes for each outer scale (method.md 1.11).
+
+    Of syndrome6, rows of 32 keep 14 checks (12 and what fills the byte) and 2 scale parities, the
+    row of 128 keeps 48 and 8.
+    """
     _, guidance = recorded("float32")
-    heads, b = CFG.num_heads * CFG.head_dim, quantizer.BITS[encoding]
+    heads = CFG.num_heads * CFG.head_dim
     kv, mid = CFG.num_kv_heads * CFG.head_dim, CFG.num_experts_per_token * CFG.moe_intermediate_size
     width = 2 * CFG.hidden_size + heads + 2 * kv + mid
     rows = 3 + 2 * CFG.num_kv_heads + CFG.num_experts_per_token  # each with an outer scale
-    expected = CFG.num_layers * (width * (b + 8 / 16) / 8 + 4 * rows)
+    bits = {"codes": 4, "low1": 1, "low2": 2}
+    if encoding == "syndrome6":
+        bytes_of_rows = (rows - 1) * 2 + 7
+    else:
+        bytes_of_rows = width * (bits[encoding] + 8 / 16) / 8
+    expected = CFG.num_layers * (bytes_of_rows + 4 * rows)
     assert record.bytes_per_token(guidance[encoding]) == expected

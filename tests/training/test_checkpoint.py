@@ -35,7 +35,7 @@ def rollout(seed):
     ints = jax.random.randint(jax.random.key(seed), (3, 5), 0, 250, jnp.int32)
     return Rollout(
         ints, ints[:, 0], ints[:, 1], x[0, :, :, 0], ints[None, :, :, None].astype(jnp.uint8),
-        guidance, None, jnp.int32(seed),
+        guidance, None, None, jnp.int32(seed),
     )  # fmt: skip
 
 

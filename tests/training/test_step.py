@@ -27,10 +27,11 @@ LOW1 = record.recording("low1", SITES, "all", SITE_LAYERS, EVERYTHING)
 AUDIT = dataclasses.replace(
     record.recording("codes", SITES, "all", SITE_LAYERS, EVERYTHING), sequences=6
 )
-SAMPLER = Sampler(CFG, EVERYTHING, BF16, 6, (3,), 0, recording=LOW1, audit=AUDIT)
+CHECK = record.checking(LOW1)
+SAMPLER = Sampler(CFG, EVERYTHING, BF16, 6, (3,), 0, recording=LOW1, audit=AUDIT, check=CHECK)
 TRAINER = Trainer(
     CFG, EVERYTHING, BF16, optax.sgd(0.1), temperature=0.7, replay_routes=True,
-    clip_low=0.2, clip_high=0.28, ratio_cap=5.0, audit=AUDIT,
+    clip_low=0.2, clip_high=0.28, ratio_cap=5.0, audit=AUDIT, check=CHECK,
 )  # fmt: skip
 B, P = 8, 4
 ADVANTAGE_B = np.array([1.5, -0.5, -1.5, 1, 3, 3, 3, 3], np.float32)
@@ -110,6 +111,7 @@ def test_on_policy_the_ratio_is_one(batch):
     for name in ("code_rate", "scale_rate", "route_rate"):
         assert metrics[f"mismatch/{name}"] == 0
     assert metrics["guidance/out_of_bracket_rate"] == 0
+    assert metrics["guidance/rows_restored"] == 1
     rollout = jax.device_get(batch.rollout)
     counted_B = KEEP_B * (rollout.length_B - rollout.prompt_length_B)
     assert loss == pytest.approx(-np.sum(ADVANTAGE_B * counted_B) / np.sum(counted_B), abs=1e-5)
@@ -184,10 +186,12 @@ def test_noise_of_another_engine_moves_unguided_codes_only(rollout, batch):
         dataclasses.replace(batch, rollout=unguided),
     )
     assert qat["mismatch/code_rate"] > 0.005
+    assert qat["guidance/rows_restored"] < 0.1  # their outer scales differ already
     assert "guidance/out_of_bracket_rate" not in qat
     trace = metrics_of(noisy, batch)
     assert trace["mismatch/code_rate"] == trace["mismatch/scale_rate"] == 0
     assert trace["guidance/out_of_bracket_rate"] == 0
+    assert trace["guidance/rows_restored"] == 1
     assert trace["mismatch/logp_abs_mean"] < qat["mismatch/logp_abs_mean"] / 100
     again = metrics_of(noisy, batch)
     assert jax.tree.all(jax.tree.map(np.array_equal, again, trace))

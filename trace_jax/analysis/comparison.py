@@ -45,7 +45,9 @@ def recording(settings: Settings, encoding: str, share: str = "all") -> Recordin
 def sampler(settings: Settings, policy: Policy) -> Sampler:
     """The Sampler of training rollouts under a policy, recording the full codes of what is FP4."""
     full = recording(settings, "codes") if policy.sites else None
-    return dataclasses.replace(settings.sampler(), policy=policy, recording=full, audit=None)
+    return dataclasses.replace(
+        settings.sampler(), policy=policy, recording=full, audit=None, check=None
+    )
 
 
 def sample(settings: Settings, task: Task, params: dict, policy: Policy) -> Rollout:

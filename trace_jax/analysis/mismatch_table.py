@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from trace_jax.analysis import comparison
 from trace_jax.analysis.comparison import Arm
 from trace_jax.analysis.plots import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILLION
-from trace_jax.guidance import mismatch, quantizer
+from trace_jax.guidance import mismatch
 from trace_jax.guidance.policy import NOTHING
 from trace_jax.guidance.record import LAYERS
 from trace_jax.models.layer_context import EngineNoise
@@ -81,13 +81,12 @@ def methods(settings: Settings) -> list[Method]:
     """The methods, and between them what tells routes from rounding and layers from encoding."""
     quantized, depth = settings.quantized, settings.cfg.num_layers
     some = [share for share in SHARES if range(*LAYERS[share](depth))]
-    known = [encoding for encoding in ENCODINGS if encoding in quantizer.BITS]
     return [
         Method("fp4_rollout", Arm(quantized.only(weights=False, sites=()))),
         Method("qat", Arm(quantized)),
         Method("qat, routes replayed", Arm(quantized), replay_routes=True),
         *(guided(settings, SHARES[share], "low1", share) for share in some),
-        *(guided(settings, ENCODINGS[encoding], encoding) for encoding in known),
+        *(guided(settings, ENCODINGS[encoding], encoding) for encoding in ENCODINGS),
     ]
 
 

@@ -12,9 +12,8 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from trace_jax.formats.block_scaled import BLOCK
-from trace_jax.guidance import quantizer
-from trace_jax.guidance.quantizer import Guide
+from trace_jax.guidance import encoding
+from trace_jax.guidance.encoding import Guide
 from trace_jax.guidance.record import Guidance
 from trace_jax.models import architecture
 from trace_jax.models.architecture import ModelConfig
@@ -95,10 +94,9 @@ def _held(guide: Guide) -> int:
     return sum(map(per_token, jax.tree.leaves(guide)))
 
 
-def _formula(rows: int, width: int, guide: Guide) -> float:
-    """rows * (width * (b + 8 / block) / 8 + 4 for NVFP4's outer scale). Source: method.md 1.11."""
-    bits = quantizer.BITS[guide.encoding] + 8 / BLOCK[guide.fmt]
-    return rows * (width * bits / 8 + (4 if guide.fmt == "nvfp4" else 0))
+def _formula(rows: int, width: int, guide: Guide) -> int:
+    """Of `rows` rows a token. Source: method.md 1.11 (width * (b + 8 / block) / 8 a row)."""
+    return rows * encoding.row_bytes(guide.encoding, width, guide.fmt)
 
 
 def time_table(measured: Mapping[str, Paired], targets: Mapping[str, float]) -> str:

@@ -15,6 +15,9 @@ from trace_jax.formats.block_scaled import BlockScaled
 BLOCK = 32
 dequantize = block_scaled.dequantize
 RULES = ("mxfp4", "mxfp4_floor")
+LARGEST_SCALE = 254  # the code of 2^127
+# Where the middle of the interval (in powers of two) that a scale stands for lies, times 1 / amax.
+MIDDLE = {"mxfp4": 2**0.5 / 6, "mxfp4_floor": 2**-0.5 / 4}
 
 
 def scales_of(x: jax.Array, rule: str = "mxfp4") -> jax.Array:
@@ -33,6 +36,12 @@ def scales_of(x: jax.Array, rule: str = "mxfp4") -> jax.Array:
         biased += mantissa > 0x400000  # above 1.5 * 2^k the largest value would exceed 6 * scale
     biased = jnp.where(jnp.isnan(amax), 255, jnp.clip(biased, 0, 254)).astype(jnp.uint8)
     return jax.lax.bitcast_convert_type(biased, jnp.float8_e8m0fnu)
+
+
+def unrounded(x: jax.Array, rule: str) -> jax.Array:
+    """Float32 [..., n/32]: above a block's scale whose amax is nearer to the next larger's."""
+    blocks = block_scaled.split_blocks(block_scaled.to_float32(x), BLOCK)
+    return block_scaled.largest_magnitude(blocks) * MIDDLE[rule]
 
 
 def quantize(x: jax.Array, rule: str = "mxfp4") -> BlockScaled:

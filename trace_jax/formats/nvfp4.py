@@ -19,6 +19,7 @@ from trace_jax.formats.block_scaled import FLOAT32_MAX, BlockScaled
 
 BLOCK = 16
 E4M3_MAX = 448.0
+LARGEST_SCALE = 0x7E  # the code of 448
 RANGE = np.float32(e2m1.MAX * E4M3_MAX)
 dequantize = block_scaled.dequantize
 
@@ -47,10 +48,20 @@ def scales_of(x: jax.Array, outer: str | jax.Array = "row") -> tuple[jax.Array, 
     else:
         outer = jnp.asarray(outer, jnp.float32)
         encoding = 1 / outer
-    factor = block_scaled.expand_prefix(encoding * np.float32(1 / 6), magnitude.ndim)
-    scale = jnp.minimum(jnp.minimum(magnitude * factor, FLOAT32_MAX), E4M3_MAX)
+    scale = _unrounded(magnitude, encoding)
     # The barrier keeps XLA from folding the cast away or the two reciprocals into one.
     return jax.lax.optimization_barrier((scale.astype(jnp.float8_e4m3fn), outer))
+
+
+def unrounded(x: jax.Array, outer: jax.Array) -> jax.Array:
+    """The block scales float32 [..., n/16] of x under a given outer scale, before the cast."""
+    blocks = block_scaled.split_blocks(block_scaled.to_float32(x), BLOCK)
+    return _unrounded(block_scaled.largest_magnitude(blocks), 1 / outer)
+
+
+def _unrounded(magnitude, encoding):
+    factor = block_scaled.expand_prefix(encoding * np.float32(1 / 6), magnitude.ndim)
+    return jnp.minimum(jnp.minimum(magnitude * factor, FLOAT32_MAX), E4M3_MAX)
 
 
 def quantize(x: jax.Array, outer: str | jax.Array = "row") -> BlockScaled:

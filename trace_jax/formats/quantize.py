@@ -1,8 +1,9 @@
 """Rounding to any format by name: the one quantizer of trainer, rollout, cache and export."""
 
 import jax
+import jax.numpy as jnp
 
-from trace_jax.formats import block_scaled, e2m1, mxfp4, nvfp4
+from trace_jax.formats import bits, block_scaled, e2m1, mxfp4, nvfp4
 from trace_jax.formats.block_scaled import BLOCK, BlockScaled
 
 
@@ -18,6 +19,24 @@ def scales_of(x: jax.Array, fmt: str, outer: str | jax.Array) -> tuple[jax.Array
     if check_format(fmt) == "nvfp4":
         return nvfp4.scales_of(x, outer)
     return mxfp4.scales_of(x, fmt), None
+
+
+def scales_of_parity(x: jax.Array, fmt: str, outer: jax.Array | None, odd: jax.Array) -> jax.Array:
+    """Block scales of x [..., n] under a given outer scale whose codes have the parities `odd`.
+
+    odd: uint8 [..., n/b]. Neighbouring scales differ in the low bit of their code, so where x's own
+    has the wrong one, a neighbour is meant: the one on the side to which the unrounded scale leans.
+    """
+    given = None if outer is None else jnp.where(outer == 0, 1, outer)
+    scales, _ = scales_of(x, fmt, given)
+    nv = fmt == "nvfp4"
+    leaning = nvfp4.unrounded(x, given) if nv else mxfp4.unrounded(x, fmt)
+    largest = nvfp4.LARGEST_SCALE if nv else mxfp4.LARGEST_SCALE
+    code = bits.hold(scales)
+    up = ((leaning >= scales.astype(jnp.float32)) | (code == 0)) & (code < largest)
+    neighbour = jnp.where(up, code + 1, code - 1)
+    meant = jnp.where(((code & 1) == odd) | (code > largest), code, neighbour)
+    return bits.restore(meant, scales.dtype)
 
 
 def quantize(x: jax.Array, fmt: str, outer: str | jax.Array = "row") -> BlockScaled:

@@ -15,7 +15,7 @@ import numpy as np
 
 from trace_jax.formats import block_scaled
 from trace_jax.formats.block_scaled import BlockScaled
-from trace_jax.guidance.quantizer import Guide
+from trace_jax.guidance.encoding import Guide
 from trace_jax.guidance.record import Guidance, SiteLayers
 
 
@@ -69,6 +69,20 @@ def compare_sequences(
         site: _compare_site(ours.guides[site], rollout.guides[site], valid_BT)
         for site in rollout.guides
     }
+
+
+def rows_restored(ours: Guidance, rollout: Guidance, valid_BT: jax.Array) -> jax.Array:
+    """Share of rows (one token's at a site, K and V by head) whose hashes agree; shape ().
+
+    Both sides in the encoding "hash"; over tokens where valid_BT [B, T] is nonzero.
+    """
+    equal, rows = 0, 0
+    for site, guide in rollout.guides.items():
+        same = jnp.all(ours.guides[site].bits == guide.bits, axis=-1)  # [L, B, T, ...]
+        per_token = jnp.mean(same, axis=tuple(range(3, same.ndim)))
+        equal += jnp.sum(per_token * valid_BT) * same[0, 0, 0].size
+        rows += jnp.sum(valid_BT) * same.shape[0] * same[0, 0, 0].size
+    return equal / rows
 
 
 def add(mismatches: list[Mismatch]) -> Mismatch:

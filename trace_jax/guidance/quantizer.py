@@ -1,22 +1,20 @@
 """The guided FP4 quantizer (TRACE sections 3.1 and 3.2).
 
 The rollout keeps, of every value it quantizes, a few bits of the E2M1 code and the scales: a
-`Guide`. The trainer normalises its own value by the *recorded* scale, takes the two neighbouring
-codes around it, and lets the guide pick one:
+`Guide` (guidance/encoding.py). The trainer normalises its own value by the *recorded* scale, takes
+the two neighbouring codes around it, and lets the guide pick one:
 
     z = clip(x / s, -6, 6)       {low, high} = bracket(z)       code = the one the guide names
 
-Encodings, with their cost a value:
-    codes  4 bits  the neighbour nearer to the recorded code: |q - q_rollout| never above that of
-                   rounding to nearest with the same scale
-    low1   1 bit   the neighbour whose low bit matches; neighbours always differ in it
-    low2   2 bits  the neighbour nearer to the closest code with those low bits
+    codes     the neighbour nearer to the recorded code: |q - q_rollout| never above that of
+              rounding to nearest with the same scale
+    low1      the neighbour whose low bit matches; neighbours always differ in it
+    low2      the neighbour nearer to the closest code with those low bits
+    syndrome  as low1, with low bits and scales inferred from their parities
 Wherever z lies exactly on the grid it stays, so replaying a rollout's own values changes nothing.
 
 Every gradient here is straight through: d y / d x = 1, nothing for the guide.
 """
-
-import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -24,37 +22,10 @@ import jax.numpy as jnp
 from trace_jax.formats import block_scaled, e2m1
 from trace_jax.formats import quantize as formats
 from trace_jax.formats.block_scaled import BlockScaled, Operand
+from trace_jax.guidance import encoding, syndrome
+from trace_jax.guidance.encoding import ENCODINGS, OWN, PARITY, Guide, encode
 
-BITS = {"codes": 4, "low1": 1, "low2": 2}
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Guide:
-    """What a rollout keeps of a BlockScaled [..., n]. All-zero padding decodes to zeros."""
-
-    bits: jax.Array  # uint8 [..., n*b/8]: the low b bits of each code, first value in the low end
-    scales: jax.Array  # the rollout's block scales [..., n/16]
-    outer: jax.Array | None  # the rollout's outer scale float32, a prefix of the leading axes
-    fmt: str = dataclasses.field(metadata=dict(static=True))
-    encoding: str = dataclasses.field(metadata=dict(static=True))
-
-
-def check_encoding(encoding: str) -> str:
-    """encoding itself. Raises ValueError, listing the choices, when it is not one."""
-    if encoding not in BITS:
-        raise ValueError(f"unknown guidance encoding {encoding!r}: choose one of {sorted(BITS)}")
-    return encoding
-
-
-def encode(q: BlockScaled, encoding: str) -> Guide:
-    """The Guide that the rollout keeps of q. Raises ValueError for an unknown encoding."""
-    bits = BITS[check_encoding(encoding)]
-    packed = q.codes
-    if bits < 4:
-        low, high = q.codes & jnp.uint8(2**bits - 1), (q.codes >> 4) & jnp.uint8(2**bits - 1)
-        packed = e2m1.pack_bits(low | high << bits, 2 * bits)  # the two of each byte stay together
-    return Guide(packed, q.scales, q.outer, q.fmt, encoding)
+__all__ = ["Guide", "encode", "fake_quantize", "quantize_guided"]
 
 
 def _pick_low1(z, low, high, bit):
@@ -74,29 +45,61 @@ def _pick_low2(z, low, high, bits):
     return _pick_codes(z, low, high, jnp.take_along_axis(candidates, nearest, axis=0)[0])
 
 
-PICK = {"codes": _pick_codes, "low1": _pick_low1, "low2": _pick_low2}
+PICK = {1: _pick_low1, 2: _pick_low2, 4: _pick_codes}  # by the bits of a code that are known
 
 
 def round_guided(x: jax.Array, guide: Guide) -> tuple[BlockScaled, jax.Array]:
     """x [..., n] rounded under guidance, and bool [..., n]: where no neighbour fits the guide.
 
     A value is out of its bracket when neither neighbour carries the recorded bits: the trainer has
-    drifted further than one code. With low1 that cannot be seen (always False).
+    drifted further than one code. With one bit a value or less that cannot be seen (always False).
     """
-    z = block_scaled.normalise(x, guide.scales, guide.outer)
+    of = ENCODINGS[guide.encoding]
+    scales, outer = _scales(x, guide)
+    z = block_scaled.normalise(x, scales, outer)
+    if not (of.bits or of.checks):
+        return block_scaled.pack(e2m1.encode(z), scales, outer, guide.fmt), jnp.zeros(x.shape, bool)
     z = jnp.clip(z, -e2m1.MAX, e2m1.MAX)
     low, high = e2m1.bracket(z)
-    recorded = e2m1.unpack_bits(guide.bits, BITS[guide.encoding])
+    known = of.bits or 1
+    recorded = e2m1.unpack_bits(guide.bits, known) if of.bits else _low_bits(z, low, high, guide)
     # Apart, since fused into the rounding the unpacking keeps XLA on CPU from vectorizing all of
     # it.
     recorded = jax.lax.optimization_barrier(recorded)
-    picked = jnp.where(low == high, low, PICK[guide.encoding](z, low, high, recorded))
+    picked = jnp.where(low == high, low, PICK[known](z, low, high, recorded))
     codes = e2m1.with_sign(picked, z)
-    mask = jnp.uint8(2 ** BITS[guide.encoding] - 1)
     return (
-        block_scaled.pack(codes, guide.scales, guide.outer, guide.fmt),
-        (low != high) & ((codes & mask) != recorded),
+        block_scaled.pack(codes, scales, outer, guide.fmt),
+        (low != high) & ((codes & jnp.uint8(2**known - 1)) != recorded),
     )
+
+
+def _scales(x, guide):
+    """(block scales, outer scale) that x is rounded in: recorded, restored, or x's own."""
+    kept = ENCODINGS[guide.encoding].scales
+    if kept == OWN:
+        return formats.scales_of(x, guide.fmt, "row")
+    if kept == PARITY:
+        _, odd = encoding.read_syndrome(guide, x.shape[-1])
+        return formats.scales_of_parity(x, guide.fmt, guide.outer, odd), guide.outer
+    return guide.scales, guide.outer
+
+
+def _low_bits(z, low, high, guide):
+    """The rollout's low bits, inferred: the trainer's own, but where the checks say otherwise."""
+    own = e2m1.encode(z) & 1
+    checks, _ = encoding.read_syndrome(guide, z.shape[-1])
+    differs = syndrome.parities(own, checks.shape[-1]) ^ checks
+    padding = jnp.all(guide.bits == 0, axis=-1, keepdims=True)  # no record, nothing to explain
+    differs = jnp.where(padding, 0, differs)
+    midpoint = (e2m1.magnitude(low) + e2m1.magnitude(high)) / 2
+    away = jnp.where(low == high, DEGENERATE, jnp.abs(z) - midpoint)
+    # The noise is in part relative to the value, in part common to all.
+    doubt = away**2 / (1 + midpoint**2)
+    return own ^ syndrome.flips(doubt, differs).astype(jnp.uint8)
+
+
+DEGENERATE = 2.0  # a distance: values on the grid keep their code whatever their bit
 
 
 def round_value(x: jax.Array, fmt: str, outer: str | jax.Array, guide: Guide | None) -> BlockScaled:

@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from trace_jax.formats.block_scaled import BlockScaled
-from trace_jax.guidance import policy, quantizer
-from trace_jax.guidance.quantizer import Guide
+from trace_jax.guidance import encoding as encodings
+from trace_jax.guidance import policy
+from trace_jax.guidance.encoding import Guide
 from trace_jax.guidance.stacked import at_row, row_among
 
 SiteLayers = tuple[tuple[str, tuple[int, ...]], ...]  # (site, its layers) in the order of sites
@@ -36,7 +37,7 @@ class Recording:
     def encode(self, quantized: Mapping[str, BlockScaled | None]) -> dict[str, Guide]:
         """The Guides of one layer's quantized tensors, for those recorded and their sequences."""
         kept = {site: quantized[site] for site in self.sites if quantized.get(site) is not None}
-        guides = {site: quantizer.encode(q, self.encoding) for site, q in kept.items()}
+        guides = {site: encodings.encode(q, self.encoding) for site, q in kept.items()}
         return jax.tree.map(lambda a: a[: self.sequences], guides)
 
 
@@ -62,7 +63,7 @@ def recording(
     in the share is left out. Raises ValueError for an unknown encoding or share, a share in which
     no site is left, and a pattern that matches no quantized site.
     """
-    quantizer.check_encoding(encoding)
+    encodings.check_encoding(encoding)
     if share not in LAYERS:
         raise ValueError(f"guidance.layers={share!r}: choose one of {sorted(LAYERS)}")
     depth = 1 + max(max(layers) for layers in site_layers.values())
@@ -76,6 +77,11 @@ def recording(
             "choose 'all'"
         )
     return Recording(encoding, found)
+
+
+def checking(recording: Recording) -> Recording:
+    """The Recording of 16 bits of each row that `recording` guides: was it restored exactly?"""
+    return dataclasses.replace(recording, encoding=encodings.HASH)
 
 
 class LayerGuide(NamedTuple):
@@ -141,7 +147,7 @@ def reduce(full: Guidance, recording: Recording) -> Guidance:
 
     def encode(guide: Guide) -> Guide:
         q = BlockScaled(guide.bits, guide.scales, guide.outer, guide.fmt)
-        return quantizer.encode(q, recording.encoding)
+        return encodings.encode(q, recording.encoding)
 
     kept = keep(recording, full.guides, dict(full.layers))
     first = jax.tree.map(lambda a: a[:, : recording.sequences], kept.guides)

@@ -23,8 +23,8 @@ import numpy as np
 
 from trace_jax.formats.block_scaled import BlockScaled, Operand, to_compute
 from trace_jax.guidance import record
+from trace_jax.guidance.encoding import Guide
 from trace_jax.guidance.policy import NOTHING, Policy
-from trace_jax.guidance.quantizer import Guide
 from trace_jax.guidance.record import Guidance, LayerGuide, Recording
 from trace_jax.guidance.stacked import at_row, row_among
 from trace_jax.kernels.matmul import float32_einsum, matmul

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from trace_jax.formats import bits
 from trace_jax.formats.block_scaled import BlockScaled, Operand
-from trace_jax.guidance.quantizer import Guide
+from trace_jax.guidance.encoding import Guide
 from trace_jax.kernels import grouped_matmul as grouped
 from trace_jax.kernels.matmul import float32_einsum
 from trace_jax.models.architecture import ModelConfig

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 
 from trace_jax.formats.block_scaled import BlockScaled, Operand, to_compute
 from trace_jax.guidance import quantizer
+from trace_jax.guidance.encoding import Guide
 from trace_jax.guidance.policy import SITES, Policy
-from trace_jax.guidance.quantizer import Guide
 from trace_jax.guidance.record import LayerGuide
 
 

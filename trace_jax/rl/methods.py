@@ -7,6 +7,8 @@ They run the same code; a method is one row of this table.
     qat           FP4 on both sides, each rounding to nearest: plain quantization-aware training
     trace         FP4 on both sides, training guided by the low bit of the rollout's codes, latter
                   half of the layers, routes replayed: the paper's R-1bit configuration
+    trace_syndrome  the same guidance of all layers from parity checks, at a quarter of a bit a
+                  value, scales included (guidance/syndrome.py)
     trace_full    the same with full codes in all layers: the paper's upper bound
 Source: TRACE (arXiv 2610.07767) sections 3.1, 3.2 and its baselines.
 """
@@ -30,6 +32,7 @@ METHODS = {
     "fp4_rollout": Method(rollout_fp4=True, training_fp4=False),
     "qat": Method(rollout_fp4=True, training_fp4=True),
     "trace": Method(True, True, encoding="low1", layers="latter_half", replay_routes=True),
+    "trace_syndrome": Method(True, True, encoding="syndrome", layers="all", replay_routes=True),
     "trace_full": Method(True, True, encoding="codes", layers="all", replay_routes=True),
 }
 

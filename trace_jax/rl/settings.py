@@ -150,6 +150,7 @@ class GuidanceSettings:
     layers: str
     sites: tuple[str, ...]
     audit_sequences: int
+    check_rows: bool
 
     def __post_init__(self):
         require_above(-1, self, "guidance.", "audit_sequences")
@@ -169,6 +170,7 @@ class Settings:
     quantized: Policy  # what FP4 means in this run
     recording: Recording | None
     audit: Recording | None
+    check: Recording | None
     task: Mapping
     rollout: RolloutSettings
     rl: RLSettings
@@ -205,6 +207,7 @@ class Settings:
             self.evaluator(self.rollout_policy),
             recording=self.recording,
             audit=self.audit,
+            check=self.check,
             top_p=self.rollout.top_p,
             top_k=self.rollout.top_k,
         )
@@ -234,6 +237,7 @@ class Settings:
             self.rl.clip_high,
             self.rl.ratio_cap,
             self.audit,
+            self.check,
             self.engine_noise,
         )
 
@@ -270,6 +274,7 @@ def resolve(config: Mapping) -> Settings:
         quantized = policies.resolve(config["quantize"], architecture.sites(cfg))
     guidance = section(GuidanceSettings, config, "guidance")
     rollout = section(RolloutSettings, config, "rollout")
+    recording = _recording(method, guidance, cfg, quantized)
     check_blocks(cfg, quantized)  # under every method: all are evaluated in FP4
     return Settings(
         seed=config["seed"],
@@ -280,8 +285,9 @@ def resolve(config: Mapping) -> Settings:
         dtype=jnp.dtype(dtype),
         method=method,
         quantized=quantized,
-        recording=_recording(method, guidance, cfg, quantized),
+        recording=recording,
         audit=_audit(method, guidance, cfg, quantized, rollout.batch),
+        check=record.checking(recording) if recording and guidance.check_rows else None,
         task=config["task"],
         rollout=rollout,
         rl=section(RLSettings, config, "rl"),

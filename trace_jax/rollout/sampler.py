@@ -36,6 +36,7 @@ class Rollout:
     routes_LBTA: jax.Array | None  # uint8 or uint16: experts chosen; None for a dense model
     guidance: Guidance | None  # the record that guides training
     audit: Guidance | None  # full codes of the first sequences, to measure mismatch by
+    check: Guidance | None  # 16 bits of each row that guidance restores, to count those restored
     version: jax.Array  # int32: of the policy that sampled
     log_mass_BT: jax.Array | None = None  # float32, nats: what truncation kept; None without
 
@@ -59,6 +60,7 @@ class Sampler:
     pad_id: int
     recording: Recording | None = None
     audit: Recording | None = None
+    check: Recording | None = None
     unpack_once: bool = True  # hold the FP4 weights unpacked while sampling: faster, 4x their bytes
     top_p: float = 1.0  # draw from the most likely tokens that reach this probability
     top_k: int = 0  # draw from this many most likely tokens; 0: all
@@ -121,7 +123,8 @@ class Sampler:
         recorded = dict(zip(self._recordings, recorded, strict=True))
         return Rollout(
             state.tokens_BT, prompt_length_B, state.length_B, state.logp_BT, routes,
-            recorded.get(self.recording), recorded.get(self.audit), jnp.asarray(version, jnp.int32),
+            *map(recorded.get, (self.recording, self.audit, self.check)),
+            jnp.asarray(version, jnp.int32),
             state.log_mass_BT,
         )  # fmt: skip
 
@@ -132,7 +135,7 @@ class Sampler:
 
     @property
     def _recordings(self) -> tuple[Recording, ...]:
-        return tuple(r for r in (self.recording, self.audit) if r is not None)
+        return tuple(r for r in (self.recording, self.audit, self.check) if r is not None)
 
     def _forward(self, packed, tokens_BT, positions_BT, cache, length_B):
         return decoder.forward(

@@ -50,6 +50,7 @@ class Trainer:
     clip_high: float
     ratio_cap: float
     audit: Recording | None = None
+    check: Recording | None = None
     engine_noise: float = 0.0  # relative, emulated (models/layer_context.py)
 
     @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
@@ -106,9 +107,15 @@ class Trainer:
             dtype=self.dtype,
             guidance=rollout.guidance,
             routes_LBTA=rollout.routes_LBTA if self.replay_routes else None,
-            records=() if self.audit is None or rollout.audit is None else (self.audit,),
+            records=tuple(self.records(rollout).values()),
             noise=noise,
         )
+
+    def records(self, rollout: Rollout) -> dict[str, Recording]:
+        """What a forward over this rollout records, to be compared with what the rollout holds."""
+        own = {"audit": self.audit, "check": self.check}
+        there = {"audit": rollout.audit, "check": rollout.check}
+        return {name: one for name, one in own.items() if one and there[name] is not None}
 
     def mismatch_metrics(self, out: decoder.Output, rollout: Rollout) -> dict:
         """Routes against the rollout's, and codes, scales and activations where it was audited."""
@@ -118,9 +125,14 @@ class Trainer:
             shared_LBT = jnp.sum(ours_LBTAA, axis=(-1, -2)) / self.cfg.num_experts_per_token
             shared = jnp.sum(shared_LBT * valid_BT) / (jnp.sum(valid_BT) * self.cfg.num_layers)
             metrics["mismatch/route_rate"] = 1 - shared
-        if not out.recorded:
+        recorded = dict(zip(self.records(rollout), out.recorded, strict=True))
+        if "check" in recorded:
+            metrics["guidance/rows_restored"] = mismatch.rows_restored(
+                recorded["check"], rollout.check, valid_BT
+            )
+        if "audit" not in recorded:
             return metrics
-        sites = mismatch.compare(out.recorded[0], rollout.audit, valid_BT[: self.audit.sequences])
+        sites = mismatch.compare(recorded["audit"], rollout.audit, valid_BT[: self.audit.sequences])
         total = mismatch.add([m.total() for m in sites.values()])
         metrics["mismatch/code_rate"] = total.code_rate
         metrics["mismatch/scale_rate"] = total.scale_rate
