@@ -61,7 +61,8 @@ DRAWN = {  # name -> colour and line
     ENCODINGS["bits"]: (SKY, ":"),
     SHARES["latter_half"]: (PURPLE, "-"),
     ENCODINGS["low1"]: (BLUE, "-"),
-    ENCODINGS["codes"]: (GREEN, "--"),  # it lies on the one before
+    ENCODINGS["codes"]: (GREEN, "--"),  # mostly it lies on the one before
+    ENCODINGS["syndrome"]: (PURPLE, ":"),
 }
 
 
