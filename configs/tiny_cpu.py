@@ -71,12 +71,30 @@ def get_config(model: str | None = None) -> ConfigDict:
             rl=dict(
                 learning_rate=3e-4,
                 max_grad_norm=1.0,
+                loss="",  # "" takes the method's; else grpo, gspo, tbpo (rl/losses.py)
                 clip_low=0.2,
                 clip_high=0.28,
-                ratio_cap=5.0,  # on the importance ratio against the rollout's log-probs
+                ratio_cap=5.0,  # on the importance ratio
+                gspo_clip_low=3e-4,
+                gspo_clip_high=4e-4,
+                tbpo_low=0.8,  # of tbpo and trust_band; the paper's own are not known
+                tbpo_high=1.28,
+                # What is made of pi_old / pi_rollout (rl/corrections.py). "" takes the method's;
+                # else none, tis, icepop, sequence_mask, trust_band, score_centering.
+                correction="",
+                tis_cap=2.0,  # 5.0 where the paper's bound is read as this cap
+                icepop_low=0.5,
+                icepop_high=5.0,
+                sequence_mask_low=0.5,
+                sequence_mask_high=2.0,
+                head_tokens=64,  # recorded of each distribution, for score_centering
                 drop_zero_variance=True,  # groups whose completions all scored alike
                 updates_per_rollout=1,
                 guided_updates=1,  # guidance is dropped after the first k updates on a rollout
+                # What the importance ratio is taken to: "rollout", the policy that sampled, or
+                # "trainer", the trainer before its first update on a rollout. "" takes the
+                # latter under a correction, which needs it.
+                old_log_probs="",
                 staleness=0,  # versions by which rollouts run ahead of training
                 max_staleness=3,
             ),

@@ -1,5 +1,6 @@
 """The KV cache: token-by-token decode equals the teacher-forced forward; every row in its place."""
 
+import dataclasses
 import functools
 
 import jax
@@ -48,7 +49,11 @@ def decode(params, tokens_BT, policy, dtype, records):
     return jax.lax.scan(step, empty, jnp.arange(T + DELAY_B.max()))[1]
 
 
-@pytest.mark.parametrize("quantized", [EVERYTHING, MXFP4, NOTHING], ids=["nvfp4", "mxfp4", "plain"])
+@pytest.mark.parametrize(
+    "quantized",
+    [EVERYTHING, dataclasses.replace(EVERYTHING, residual=0.5), MXFP4, NOTHING],
+    ids=["nvfp4", "nvfp4, residual", "mxfp4", "plain"],
+)
 def test_decode_equals_the_teacher_forced_forward(quantized):
     records = ()
     if quantized.sites:

@@ -93,9 +93,8 @@ def weights_of(seed=3):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def mixture(policy, x_BTD, chosen_BTA, weight_BTA, weights):
-    context = LayerContext(policy, jnp.float32, {}, False)
-    x_BT = Operand(x_BTD, None)
+def mixture(policy, x_BT, chosen_BTA, weight_BTA, weights):
+    context = LayerContext(policy, jnp.float32)
     return experts.expert_mixture(context, x_BT, chosen_BTA, weight_BTA, None, *weights)
 
 
@@ -110,7 +109,7 @@ def mixture(policy, x_BTD, chosen_BTA, weight_BTA, weights):
 def test_mixture_equals_a_loop_over_tokens(chosen):
     x = jax.random.normal(jax.random.key(1), (B, T, D))
     weight = jax.nn.softmax(jax.random.normal(jax.random.key(2), (B, T, A)))
-    y, quantized = mixture(NOTHING, x, chosen, weight, weights_of())
+    y, quantized = mixture(NOTHING, Operand(x, None), chosen, weight, weights_of())
     assert quantized is None
     gate_up, down = (np.float64(operand.values) for operand in weights_of())
     expected = np.zeros((B, T, D))
@@ -124,7 +123,7 @@ def test_mixture_equals_a_loop_over_tokens(chosen):
 
 def test_hidden_rows_are_recorded_in_the_order_of_the_choices():
     """Naming a token's experts in another order permutes its rows, and nothing else."""
-    x = jax.random.normal(jax.random.key(1), (B, T, D))
+    x = Operand(jax.random.normal(jax.random.key(1), (B, T, D)), None)
     every = np.broadcast_to(np.arange(E), (B, T, E))
     chosen = jnp.asarray(np.random.default_rng(0).permuted(every, axis=-1)[..., :A])
     weight = jnp.full((B, T, A), 0.5)

@@ -18,6 +18,7 @@ from tests.small_model import UNOPTIMIZED, quick_forward
 from trace_jax.guidance import mismatch, policy, record
 from trace_jax.guidance.policy import NOTHING
 from trace_jax.models import architecture, config, decoder, packing
+from trace_jax.rl.objective import Objective
 from trace_jax.rollout import log_probs
 from trace_jax.rollout.sampler import Sampler
 from trace_jax.training import state as train_state
@@ -142,7 +143,7 @@ def test_two_updates_under_trace(name):
     )
     trainer = Trainer(
         cfg, quantized, jnp.dtype("bfloat16"), optax.adam(1e-3), 1.0, replay_routes=True,
-        clip_low=0.2, clip_high=0.28, ratio_cap=5.0, audit=audit,
+        objective=Objective(), audit=audit,
     )  # fmt: skip
     sampler = Sampler(
         cfg, quantized, jnp.dtype("bfloat16"), N, (), 0,

@@ -75,6 +75,25 @@ REFUSED = [  # (overrides, what the message must hold)
     ({"rl.updates_per_rollout": 0}, "config.rl.updates_per_rollout=0: must"),
     ({"rl.clip_low": 1.0}, "config.rl.clip_low=1.0: must lie in (0, 1)"),
     ({"rl.ratio_cap": 1.2}, "config.rl.ratio_cap=1.2: must exceed 1 + rl.clip_high = 1.28"),
+    ({"rl.old_log_probs": "old"}, "config.rl.old_log_probs='old': choose one of ('rollout', 'tr"),
+    (
+        {"rl.correction": "tis", "rl.old_log_probs": "rollout"},
+        "config.rl.old_log_probs='rollout': correction 'tis' compares the trainer's own with the "
+        "rollout's; set 'trainer', or rl.correction='none'",
+    ),
+    ({"method": "qarl", "rl.old_log_probs": "rollout"}, "correction 'trust_band' compares"),
+    ({"rl.loss": "ppo"}, "config.rl: loss='ppo' is unknown: choose one of ['grpo', 'gspo', 'tb"),
+    ({"rl.correction": "tsi"}, "config.rl: correction='tsi' is unknown: choose one of ['icepop'"),
+    ({"rl.tis_cap": 0.5}, "config.rl.tis_cap=0.5: must be 1 or more"),
+    ({"rl.gspo_clip_low": 0.0}, "config.rl.gspo_clip_low=0.0: must lie in (0, 1)"),
+    ({"rl.gspo_clip_high": 0.0}, "config.rl.gspo_clip_high=0.0: must be finite and above 0"),
+    ({"rl.icepop_low": 1.5}, "config.rl.icepop_low=1.5: must lie in [0, 1)"),
+    ({"rl.tbpo_high": 1.0}, "config.rl.tbpo_high=1.0: must exceed 1"),
+    ({"rl.sequence_mask_low": -0.5}, "config.rl.sequence_mask_low=-0.5: must lie in [0, 1)"),
+    (
+        {"method": "score_centering", "rl.head_tokens": 273},
+        "config.rl.head_tokens=273: the vocabulary has 272",
+    ),
     ({"rl.staleness": 4}, "config.rl.staleness=4: must lie between 0 and rl.max_staleness=3"),
     ({"warmup.learning_rate": -1.0}, "config.warmup.learning_rate=-1.0: must"),
     # The mesh.

@@ -1,11 +1,11 @@
-"""GRPO and cross-entropy: tokens computed by hand, finite differences, masks, denominators."""
+"""The losses: tokens and sequences by hand, finite differences, masks, denominators."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from trace_jax.rl.losses import cross_entropy, grpo
+from trace_jax.rl.losses import cross_entropy, grpo, gspo, tbpo
 
 
 def _row(*values):
@@ -177,6 +177,98 @@ def test_sums_over_micro_batches_add_up_to_the_global_batch():
 def test_an_empty_mask_is_a_sum_and_count_of_zero():
     loss_sum, count, terms = grpo(_row(np.nan), _row(0.0), jnp.array([1.0]), jnp.zeros((1, 1)))
     assert (loss_sum, count, *terms.values()) == (0, 0, 0, 0, 0)
+
+
+def test_a_weight_scales_a_tokens_loss_and_gradient():
+    logp_BT, mask_BT = jnp.log(_row(0.9, 2.0, 1.1)), jnp.ones((1, 3))
+    run = lambda logp_BT: grpo(
+        logp_BT, jnp.zeros((1, 3)), jnp.array([1.0]), mask_BT, _row(0.5, 3.0, 0.0)
+    )
+    loss_sum, count, terms = run(logp_BT)
+    np.testing.assert_allclose((loss_sum, count), (-(0.45 + 3 * 1.28), 3), rtol=1e-6)
+    assert terms["policy/clipped_share"] == 1
+    gradient_BT = jax.grad(lambda logp_BT: run(logp_BT)[0])(logp_BT)
+    np.testing.assert_allclose(gradient_BT, [[-0.45, 0, 0]], rtol=1e-6)
+
+
+# -- of sequences ----------------------------------------------------------------------------------
+
+# Ratios of three sequences of 3, 2 and 2 tokens; their geometric means are 1, 2 and 0.5.
+RATIO_BT = jnp.array([[2.0, 0.5, 1.0], [4.0, 1.0, 9.0], [0.25, 1.0, 9.0]])
+SEQUENCE_MASK_BT = jnp.array([[1.0, 1, 1], [1, 1, 0], [1, 1, 0]])
+WIDE = {gspo: {"clip_low": 0.2, "clip_high": 0.28}, tbpo: {"low": 0.8, "high": 1.28}}
+
+
+def _of_sequences(loss, advantage, weight_BT=1.0, **bounds):
+    """(loss_sum, grad_BT, count, terms) of the three sequences above."""
+
+    def run(logp_BT):
+        advantage_B = jnp.full(3, advantage)
+        loss_sum, *rest = loss(
+            logp_BT, jnp.full((3, 3), -1.0), advantage_B, SEQUENCE_MASK_BT, weight_BT,
+            **(bounds or WIDE[loss]),
+        )  # fmt: skip
+        return loss_sum, rest
+
+    (loss_sum, rest), grad_BT = jax.value_and_grad(run, has_aux=True)(jnp.log(RATIO_BT) - 1)
+    return loss_sum, grad_BT, *rest
+
+
+@pytest.mark.parametrize(
+    ("loss", "advantage", "surrogate_B", "live_B", "clipped"),
+    [
+        # s = 1, 2, 0.5; clip [0.8, 1.28], pessimistic
+        (gspo, 1.0, (1, 1.28, 0.5), (1, 0, 0.5), 1),
+        (gspo, -3.0, (1, 2, 0.8), (1, 2, 0), 1),
+        # band [0.8, 1.28], on both sides whatever the sign
+        (tbpo, 1.0, (1, 0, 0), (1, 0, 0), 2),
+        (tbpo, -3.0, (1, 0, 0), (1, 0, 0), 2),
+    ],
+)
+def test_three_sequences_by_hand(loss, advantage, surrogate_B, live_B, clipped):
+    """A live sequence passes -A s to its tokens, each an equal share."""
+    loss_sum, grad_BT, count, terms = _of_sequences(loss, advantage)
+    np.testing.assert_allclose(loss_sum, -advantage * sum(surrogate_B), rtol=1e-5)
+    tokens_B1 = np.sum(SEQUENCE_MASK_BT, axis=1, keepdims=True)
+    expected_BT = -advantage * np.array(live_B)[:, None] * SEQUENCE_MASK_BT / tokens_B1
+    np.testing.assert_allclose(grad_BT, expected_BT, rtol=1e-5)
+    np.testing.assert_allclose(count, 3, rtol=1e-6)
+    np.testing.assert_allclose(terms["policy/importance_ratio"], 3.5, rtol=1e-5)
+    np.testing.assert_allclose(terms["policy/clipped_share"], clipped, rtol=1e-6)
+
+
+@pytest.mark.parametrize("loss", [gspo, tbpo])
+def test_a_weight_of_zero_silences_a_token_of_a_sequence(loss):
+    """Of the first sequence, s = 1: -A (0 + 3 + 1.5) / 3, and the gradient falls as the loss."""
+    weight_BT = jnp.zeros((3, 3)).at[0].set(jnp.array([0.0, 3.0, 1.5]))
+    loss_sum, grad_BT, _, _ = _of_sequences(loss, 2.0, weight_BT)
+    np.testing.assert_allclose(loss_sum, -2 * 1.5, rtol=1e-5)
+    np.testing.assert_allclose(grad_BT[0], [0, -2, -1], rtol=1e-5)
+    assert not np.any(grad_BT[1:])
+
+
+def test_the_gradient_of_gspo_equals_finite_differences():
+    """Of the sequence form of the docstring, in float64."""
+    rng = np.random.default_rng(0)
+    mask_BT = (np.arange(6) < rng.integers(1, 7, (8, 1))).astype(np.float64)
+    logp_BT, advantage_B = rng.normal(0, 0.5, (8, 6)), rng.normal(size=8)
+
+    def by_hand(logp_BT):
+        s_B = np.exp(np.sum(logp_BT * mask_BT, 1) / np.sum(mask_BT, 1))
+        clipped_B = np.clip(s_B, 0.8, 1.28)
+        return -np.sum(np.minimum(s_B * advantage_B, clipped_B * advantage_B))
+
+    expected_BT, step = np.zeros_like(logp_BT), 1e-6
+    for index in np.ndindex(*logp_BT.shape):
+        nudge_BT = np.zeros_like(logp_BT)
+        nudge_BT[index] = step
+        expected_BT[index] = (by_hand(logp_BT + nudge_BT) - by_hand(logp_BT - nudge_BT)) / 2 / step
+    run = lambda logp_BT: gspo(
+        logp_BT, jnp.zeros((8, 6)), jnp.asarray(advantage_B), jnp.asarray(mask_BT), **WIDE[gspo]
+    )[0]
+    value, grad_BT = jax.value_and_grad(run)(jnp.asarray(logp_BT, jnp.float32))
+    np.testing.assert_allclose(value, by_hand(logp_BT), rtol=1e-5)
+    np.testing.assert_allclose(grad_BT, expected_BT, rtol=1e-4, atol=1e-6)
 
 
 def test_cross_entropy_by_hand():

@@ -1,6 +1,7 @@
-"""The run under every method, as a user meets it: what it writes, and what its numbers must obey.
+"""The run under the paper's methods: what a user finds written, what its numbers must obey.
 
-The configuration is configs/tiny_cpu.py at toy sizes (tiny_run.py); nothing is replaced or faked.
+Of the neighbours, which run no differently, test_methods.py takes one step each. The configuration
+is configs/tiny_cpu.py at toy sizes (tiny_run.py); nothing is replaced or faked.
 """
 
 import collections
@@ -14,7 +15,7 @@ import pytest
 
 from tests.rl import tiny_run
 from trace_jax.analysis.run_directory import read_config, read_metrics, read_rollouts, read_summary
-from trace_jax.rl import methods, run
+from trace_jax.rl import run
 from trace_jax.training.checkpoint import Checkpoints
 
 NAMES = (  # the metrics that the design promises
@@ -74,11 +75,7 @@ def newest(workdir):
         checkpoints.close()
 
 
-def test_the_table_of_methods_is_covered():
-    assert methods.METHODS.keys() == ABSENT.keys() == RUNS.keys()
-
-
-@pytest.mark.parametrize("method", methods.METHODS)
+@pytest.mark.parametrize("method", RUNS)
 def test_every_row_holds_every_metric(finished, method):
     rows = read_metrics(finished(method))
     assert [row["step"] for row in rows] == list(range(STEPS + 1))
@@ -94,7 +91,7 @@ def test_every_row_holds_every_metric(finished, method):
     assert {name for name in NAMES if rows[-1][name] is not None} == evaluated
 
 
-@pytest.mark.parametrize("method", methods.METHODS)
+@pytest.mark.parametrize("method", RUNS)
 def test_the_run_directory_is_complete(finished, method):
     workdir = finished(method)
     assert read_config(workdir) == json.loads(tiny_run.config(RUNS[method]).to_json())
@@ -132,7 +129,7 @@ def test_something_is_learned_from(finished):
 
 
 def test_methods_start_from_the_same_model_and_part_in_the_mismatch(finished):
-    first = {method: read_metrics(finished(method))[0] for method in methods.METHODS}
+    first = {method: read_metrics(finished(method))[0] for method in RUNS}
     assert len({row["eval/accuracy_fp4"] for row in first.values()}) == 1
     assert len({row["eval/accuracy_bf16"] for row in first.values()}) == 1
     gap = {method: row["mismatch/logp_abs_mean"] for method, row in first.items()}
@@ -206,6 +203,15 @@ def test_guidance_is_dropped_after_the_first_update_on_a_rollout(tmp_path, monke
         # The second update sees the policy that the first one moved.
         assert abs(row["policy/importance_ratio_last_update"] - 1) > 1e-5
         assert 0 <= row["policy/clipped_share_last_update"] <= 1
+
+
+def test_the_trainers_own_old_log_probs(tmp_path):
+    """The ratio of the first update is 1 whatever the mismatch; that of the second one is not."""
+    unguided = {"method": "fp4_rollout", "steps": 2, "rl.updates_per_rollout": 2}
+    for row in tiny_run.go(tmp_path, unguided | {"rl.old_log_probs": "trainer"})[:-1]:
+        assert row["mismatch/logp_abs_mean"] > 1e-3
+        assert row["policy/importance_ratio"] == pytest.approx(1, abs=1e-6)
+        assert abs(row["policy/importance_ratio_last_update"] - 1) > 1e-5
 
 
 def test_rollouts_one_version_old(tmp_path):

@@ -29,7 +29,7 @@ AUDIT = dataclasses.replace(
 STOP, PAD = (3, 17), 0
 SAMPLER = Sampler(
     CFG, EVERYTHING, FLOAT32, max_new_tokens=6, stop_ids=STOP, pad_id=PAD,
-    recording=RECORDING, audit=AUDIT,
+    recording=RECORDING, audit=AUDIT, head_tokens=3,
 )  # fmt: skip
 B, P, N = 8, 5, SAMPLER.max_new_tokens
 PROMPT_LENGTH = np.array([5, 2, 3, 1, 4, 5, 2, 3], np.int32)
@@ -112,6 +112,28 @@ def test_log_probs_are_those_of_the_full_forward(temperature):
     np.testing.assert_allclose(logp_BT * rollout.mask_BT, rollout.logp_BT, atol=1e-5)
     fed = np.arange(P + N) < rollout.length_B[:, None] - 1  # the last token is drawn, not fed back
     assert np.array_equal(out.routes_LBTA[:, fed], rollout.routes_LBTA[:, fed])
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_head_is_that_of_what_each_token_was_drawn_from(temperature):
+    """The likeliest tokens first, at the temperature of the draw, none outside the completion."""
+    rollout = sample(temperature)
+    out = quick_forward(
+        masters(), jnp.asarray(rollout.tokens_BT), CFG, policy=EVERYTHING, dtype=FLOAT32
+    )
+    logp_BTV = np.asarray(log_probs.log_softmax(out.logits, temperature))
+    tokens_BTH, logp_BTH = rollout.head
+    assert tokens_BTH.shape == (B, P + N, 3)
+    for b, t in np.argwhere(rollout.mask_BT):
+        best = np.argsort(-logp_BTV[b, t - 1])[:3]
+        assert tokens_BTH[b, t].tolist() == best.tolist()
+        np.testing.assert_allclose(logp_BTH[b, t], logp_BTV[b, t - 1, best], atol=1e-5)
+        drawn = tokens_BTH[b, t] == rollout.tokens_BT[b, t]
+        assert np.all(logp_BTH[b, t, drawn] == rollout.logp_BT[b, t])
+    assert not np.any(logp_BTH[rollout.mask_BT == 0])
+    ours_BTH = log_probs.of_head(out.logits, tokens_BTH, temperature)
+    real = rollout.mask_BT == 1
+    np.testing.assert_allclose(ours_BTH[real], logp_BTH[real], atol=1e-5)
 
 
 def test_greedy_takes_the_most_likely_token_whatever_the_key():
@@ -212,10 +234,13 @@ def quick_sample(sampler, *arguments):
 
 
 def test_weights_unpacked_once_or_at_every_token_give_the_same_sample():
-    every_token = dataclasses.replace(SAMPLER, unpack_once=False, recording=None, audit=None)
+    every_token = dataclasses.replace(
+        SAMPLER, unpack_once=False, recording=None, audit=None, head_tokens=0
+    )
     rollout = quick_sample(every_token, packed(), prompts(), PROMPT_LENGTH, KEY, np.arange(B), 1.0)
     assert rollout.guidance is None
     assert rollout.audit is None
+    assert rollout.head is None
     assert np.array_equal(rollout.tokens_BT, sample().tokens_BT)
     np.testing.assert_allclose(rollout.logp_BT, sample().logp_BT, atol=1e-5)
 

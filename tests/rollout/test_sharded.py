@@ -47,6 +47,7 @@ def test_eight_devices_draw_the_tokens_of_one(sizes):
     assert np.array_equal(rollout.tokens_BT, one.tokens_BT)
     assert np.array_equal(rollout.length_B, one.length_B)
     np.testing.assert_allclose(rollout.logp_BT, one.logp_BT, atol=1e-5)
+    assert np.array_equal(rollout.head.tokens_BTH, one.head.tokens_BTH)
     for ours, theirs in zip(*map(jax.tree.leaves, (rollout.guidance, one.guidance)), strict=True):
         if theirs.dtype == np.uint8:  # codes; the outer scales may differ in their last bit
             assert np.array_equal(ours, theirs)

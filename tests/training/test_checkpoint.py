@@ -14,6 +14,7 @@ from trace_jax.formats import nvfp4
 from trace_jax.guidance import quantizer
 from trace_jax.guidance.record import Guidance
 from trace_jax.parallel import mesh as meshes
+from trace_jax.rollout.log_probs import Head
 from trace_jax.rollout.sampler import Rollout
 from trace_jax.training import state as train_state
 from trace_jax.training.checkpoint import Checkpoints
@@ -35,7 +36,7 @@ def rollout(seed):
     ints = jax.random.randint(jax.random.key(seed), (3, 5), 0, 250, jnp.int32)
     return Rollout(
         ints, ints[:, 0], ints[:, 1], x[0, :, :, 0], ints[None, :, :, None].astype(jnp.uint8),
-        guidance, None, None, jnp.int32(seed),
+        guidance, None, None, jnp.int32(seed), Head(ints[:, :, None], x[0, :, :, :1]),
     )  # fmt: skip
 
 

@@ -56,11 +56,13 @@ class Operand(NamedTuple):
     """What a matrix product reads: value = values * outer, the outer scale applied after the dot.
 
     For FP4 the values are code x block scale: at most 6 significant bits (for NVFP4 within
-    [2^-10, 2688]), hence exact in bfloat16. A tensor that is not quantized has outer None.
+    [2^-10, 2688]), hence exact in bfloat16. A tensor that is not quantized has outer None. Where a
+    residual stands beside the values, its own product with the same matrix is added.
     """
 
     values: jax.Array  # [..., n], compute dtype
     outer: jax.Array | None  # float32, a prefix of the leading axes, or None
+    residual: "Operand | None" = None  # [..., n] in FP4: what rounding has left of an activation
 
 
 def to_float32(x: jax.Array) -> jax.Array:

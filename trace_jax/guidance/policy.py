@@ -76,6 +76,9 @@ class Policy:
     formats: tuple[tuple[str, str], ...] = ()  # (site, format) of activations
     weights: tuple[tuple[str, str], ...] = ()  # (site, format) of the weights that multiply them
     observed: tuple[tuple[str, str], ...] = ()  # (site, format) of activations left as they are
+    residual: float = (
+        0.0  # share of an activation's channels whose rounding error is multiplied too
+    )
 
     def fmt(self, site: str) -> str | None:
         """The format of a site, or None where it is not quantized."""
@@ -84,6 +87,13 @@ class Policy:
     def weight_fmt(self, weight: str) -> str | None:
         """The format of a weight (a key of WEIGHT_SITE), or None where it is not quantized."""
         return dict(self.weights).get(WEIGHT_SITE.get(weight, ""))
+
+    def residual_share(self, site: str) -> float:
+        """The share of a site's channels that have a residual (guidance/quantizer.py).
+
+        None has one where no weight multiplies the site: K, V, state.
+        """
+        return self.residual if site in WEIGHT_SITE.values() else 0.0
 
     @property
     def sites(self) -> tuple[str, ...]:
@@ -98,7 +108,8 @@ class Policy:
         sites = set(sites)
         kept = tuple(pair for pair in self.formats if pair[0] in sites)
         left = tuple(pair for pair in self.formats if pair[0] not in sites)
-        return Policy(kept, self.weights if weights else (), self.observed + left)
+        weights = self.weights if weights else ()
+        return Policy(kept, weights, self.observed + left, self.residual)
 
 
 NOTHING = Policy()

@@ -134,8 +134,26 @@ straight_through.defvjp(_straight_through_forward, _straight_through_backward)
 
 def quantize_operand(x: jax.Array, q: BlockScaled, dtype: jnp.dtype) -> Operand:
     """The Operand of q in `dtype`, with x's gradient straight through; q is x, quantized."""
-    values, outer = block_scaled.operand(jax.lax.stop_gradient(q), dtype)
-    return Operand(straight_through(x, values, outer), outer)
+    fixed = block_scaled.operand(jax.lax.stop_gradient(q), dtype)
+    return fixed._replace(values=straight_through(x, fixed.values, fixed.outer))
+
+
+def residual(x: jax.Array, q: BlockScaled, share: float) -> BlockScaled:
+    """What rounding x [..., n] to q has left, itself in FP4: Q(x - q) on a share of the channels.
+
+    Of each row, those with the largest |x - q| (ties included); the others are 0. The choice is a
+    row's own, so that a token's residual depends on no other token of the call: prefill, decode and
+    any batch agree. No gradient.
+
+    Source: residual activation compensation, QUADS (arXiv 2607.15810), which leaves half of the
+    channels out; by what it ranks them is not known.
+    """
+    # Apart, since a fused multiply-subtract would round differently from program to program.
+    rounded = jax.lax.optimization_barrier(block_scaled.dequantize(q))
+    left = jax.lax.stop_gradient(x - rounded)
+    kept = max(1, round(share * x.shape[-1]))
+    least = jnp.sort(jnp.abs(left), axis=-1)[..., -kept, None]
+    return formats.quantize(jnp.where(jnp.abs(left) >= least, left, 0), q.fmt, "row")
 
 
 @jax.custom_vjp

@@ -96,11 +96,12 @@ block_product.defvjp(_block_product_forward, _block_product_backward)
 def grouped_matmul(x_bR: Operand, w_E: Operand, plan: Dispatch) -> jax.Array:
     """Blocks x [b, R, D] times their experts' matrices w [E, F, D] transposed, float32 [b, R, F].
 
-    Outer scales, one a row of x and one an expert of w, are applied after the product.
+    Outer scales, one a row of x and one an expert of w, are applied after the product; the product
+    of a residual, if x has one, is added.
     """
     y_bRF = block_product(x_bR.values, w_E.values, plan.expert_b)
     if x_bR.outer is not None:
         y_bRF = y_bRF * x_bR.outer[..., None]
     if w_E.outer is not None:
         y_bRF = y_bRF * w_E.outer[plan.expert_b][:, None, None]
-    return y_bRF
+    return y_bRF if x_bR.residual is None else y_bRF + grouped_matmul(x_bR.residual, w_E, plan)

@@ -20,9 +20,12 @@ def float32_einsum(subscripts: str, *operands: jax.Array) -> jax.Array:
 
 
 def matmul(x: Operand, w: Operand) -> jax.Array:
-    """x [..., D] times w [F, D] transposed, float32 [..., F]. w.outer, if any, is a scalar."""
+    """x [..., D] times w [F, D] transposed, float32 [..., F]. w.outer, if any, is a scalar.
+
+    Two products where x has a residual: code x block scale of a sum would not be exact in BF16.
+    """
     y = jnp.einsum("...D,FD->...F", x.values, w.values, preferred_element_type=jnp.float32)
     for outer in (x.outer, w.outer):
         if outer is not None:
             y = y * expand_prefix(outer, y.ndim)
-    return y
+    return y if x.residual is None else y + matmul(x.residual, w)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from trace_jax.formats import block_scaled
 from trace_jax.formats.block_scaled import BlockScaled, Operand, to_compute
 from trace_jax.guidance import quantizer
 from trace_jax.guidance.encoding import Guide
@@ -84,4 +85,8 @@ class LayerContext:
             q = guided()
         else:
             q = jax.lax.cond(self.guides[site].covers, guided, nearest)
-        return quantizer.quantize_operand(x, q, self.dtype), q
+        operand = quantizer.quantize_operand(x, q, self.dtype)
+        if share := self.policy.residual_share(site):
+            left = quantizer.residual(fixed, q, share)
+            operand = operand._replace(residual=block_scaled.operand(left, self.dtype))
+        return operand, q

@@ -25,7 +25,22 @@ def log_ratio(logp_BT: jax.Array, logp_rollout_BT: jax.Array, mask_BT: jax.Array
 
 def importance_ratio(log_ratio_BT: jax.Array) -> jax.Array:
     """exp(log_ratio), float32 [B, T]; finite for any log-ratio but NaN, no gradient beyond +-20."""
-    return jnp.exp(jnp.clip(log_ratio_BT, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+    return jnp.exp(bounded(log_ratio_BT))
+
+
+def bounded(log_ratio_BT: jax.Array) -> jax.Array:
+    """The log-ratio within +-20 nats, float32 [B, T]; no gradient beyond."""
+    return jnp.clip(log_ratio_BT, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+def sequence_ratio(log_ratio_BT: jax.Array, mask_BT: jax.Array) -> jax.Array:
+    """The geometric mean of a sequence's ratios over its masked tokens, float32 [B, 1].
+
+    1 for a sequence without any. log_ratio_BT is that of `log_ratio`: 0 where the mask is 0.
+    """
+    tokens_B1 = jnp.sum(mask_BT > 0, axis=1, keepdims=True)
+    sum_B1 = jnp.sum(bounded(log_ratio_BT), axis=1, keepdims=True)
+    return jnp.exp(sum_B1 / jnp.maximum(tokens_B1, 1))
 
 
 def kl_k3(log_ratio_BT: jax.Array) -> jax.Array:
@@ -33,7 +48,7 @@ def kl_k3(log_ratio_BT: jax.Array) -> jax.Array:
 
     Source: http://joschu.net/blog/kl-approx.html
     """
-    r_BT = jnp.clip(log_ratio_BT, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    r_BT = bounded(log_ratio_BT)
     # The difference cancels for the small gaps that guidance leaves (11% off at r = 1e-6), so the
     # Taylor series takes over where its first omitted term is at float32 resolution.
     series_BT = r_BT**2 / 2 * (1 + r_BT / 3 * (1 + r_BT / 4 * (1 + r_BT / 5)))

@@ -21,10 +21,11 @@ from trace_jax.models.architecture import ModelConfig
 from trace_jax.models.hugging_face.sources import Imported
 from trace_jax.rl import methods
 from trace_jax.rl.methods import Method
+from trace_jax.rl.objective import Bounds, Objective
 from trace_jax.rl.tokenizer import ByteTokenizer, CheckpointTokenizer, Tokenizer
 from trace_jax.rollout.sampler import Sampler
 from trace_jax.training import state as train_state
-from trace_jax.training.step import Trainer, WarmUp
+from trace_jax.training.step import OLD_LOG_PROBS, Trainer, WarmUp
 
 
 def section(kind: type, config: Mapping, key: str):  # noqa: ANN201  (an instance of kind)
@@ -96,26 +97,49 @@ class RolloutSettings:
 
 @dataclasses.dataclass(frozen=True)
 class RLSettings:
-    """How a batch is learned from."""
+    """How a batch is learned from; "" takes the method's own choice."""
 
     learning_rate: float
     max_grad_norm: float
+    loss: str
     clip_low: float
     clip_high: float
     ratio_cap: float
+    gspo_clip_low: float
+    gspo_clip_high: float
+    tbpo_low: float
+    tbpo_high: float
+    correction: str
+    tis_cap: float
+    icepop_low: float
+    icepop_high: float
+    sequence_mask_low: float
+    sequence_mask_high: float
+    head_tokens: int
     drop_zero_variance: bool
     updates_per_rollout: int
     guided_updates: int
+    old_log_probs: str
     staleness: int
     max_staleness: int
 
     def __post_init__(self):
-        require(0 < self.clip_low < 1, "rl.clip_low", self.clip_low, "must lie in (0, 1)")
-        require(self.clip_high > 0, "rl.clip_high", self.clip_high, "must be > 0")
+        for low in ("clip_low", "gspo_clip_low"):
+            value = getattr(self, low)
+            require(0 < value < 1, f"rl.{low}", value, "must lie in (0, 1)")
+        require_above(0, self, "rl.", "clip_high", "gspo_clip_high", "head_tokens")
+        for band in ("tbpo", "icepop", "sequence_mask"):
+            low, high = getattr(self, f"{band}_low"), getattr(self, f"{band}_high")
+            require(0 <= low < 1, f"rl.{band}_low", low, "must lie in [0, 1)")
+            require(high > 1, f"rl.{band}_high", high, "must exceed 1")
+        require(self.tis_cap >= 1, "rl.tis_cap", self.tis_cap, "must be 1 or more")
         rule = f"must exceed 1 + rl.clip_high = {1 + self.clip_high}"
         require(self.ratio_cap > 1 + self.clip_high, "rl.ratio_cap", self.ratio_cap, rule)
         require_above(0, self, "rl.", "learning_rate", "max_grad_norm", "updates_per_rollout")
         require_above(-1, self, "rl.", "guided_updates")
+        rule = f"choose one of {OLD_LOG_PROBS}, or '' for what the method needs"
+        chosen = self.old_log_probs
+        require(chosen in ("", *OLD_LOG_PROBS), "rl.old_log_probs", chosen, rule)
         rule = f"must lie between 0 and rl.max_staleness={self.max_staleness}"
         require(0 <= self.staleness <= self.max_staleness, "rl.staleness", self.staleness, rule)
 
@@ -167,7 +191,8 @@ class Settings:
     cfg: ModelConfig
     dtype: jnp.dtype
     method: Method
-    quantized: Policy  # what FP4 means in this run
+    objective: Objective
+    quantized: Policy  # what FP4 means in this run, and in its evaluation
     recording: Recording | None
     audit: Recording | None
     check: Recording | None
@@ -188,6 +213,16 @@ class Settings:
         require_above(-1, self, "", "seed", "steps", "warmup_steps")
         require_above(0, self, "", "checkpoint_every", "samples_every")
         require(0 <= self.engine_noise < 1, "engine_noise", self.engine_noise, "lies in [0, 1)")
+        correction = self.objective.correction
+        require(
+            correction == "none" or self.old_log_probs == "trainer",
+            "rl.old_log_probs", self.rl.old_log_probs,
+            f"correction {correction!r} compares the trainer's own with the rollout's; set "
+            "'trainer', or rl.correction='none'",
+        )  # fmt: skip
+        fits = not self.objective.centres or self.rl.head_tokens <= self.cfg.vocab_size
+        rule = f"the vocabulary has {self.cfg.vocab_size}"
+        require(fits, "rl.head_tokens", self.rl.head_tokens, rule)
 
     @property
     def rollout_policy(self) -> Policy:
@@ -196,10 +231,23 @@ class Settings:
 
     @property
     def training_policy(self) -> Policy:
-        """What the training forward quantizes; under a BF16 trainer FP4 sites are only observed."""
-        if self.method.training_fp4:
+        """What the training forward quantizes; FP4 sites in BF16 are only observed."""
+        weights = self.method.training_fp4
+        if weights and self.method.training_activations:
             return self.quantized
-        return self.quantized.only(weights=False, sites=()) if self.audit else NOTHING
+        return self.quantized.only(weights=weights, sites=()) if weights or self.audit else NOTHING
+
+    @property
+    def old_log_probs(self) -> str:
+        """What the importance ratio is taken to (training/step.py)."""
+        fits = "rollout" if self.objective.correction == "none" else "trainer"
+        return self.rl.old_log_probs or fits
+
+    @property
+    def guided(self) -> tuple[bool, ...]:
+        """Whether each update on a rollout follows its guidance; none does where there is none."""
+        last = self.rl.guided_updates if self.recording else 0
+        return tuple(i < last for i in range(self.rl.updates_per_rollout))
 
     def sampler(self) -> Sampler:
         """The Sampler of training rollouts."""
@@ -210,6 +258,7 @@ class Settings:
             check=self.check,
             top_p=self.rollout.top_p,
             top_k=self.rollout.top_k,
+            head_tokens=self.rl.head_tokens if self.objective.centres else 0,
         )
 
     def evaluator(self, policy: Policy) -> Sampler:
@@ -233,9 +282,8 @@ class Settings:
             train_state.optimizer(self.rl.learning_rate, self.rl.max_grad_norm),
             self.rollout.temperature,
             self.method.replay_routes,
-            self.rl.clip_low,
-            self.rl.clip_high,
-            self.rl.ratio_cap,
+            self.objective,
+            self.old_log_probs,
             self.audit,
             self.check,
             self.engine_noise,
@@ -272,9 +320,11 @@ def resolve(config: Mapping) -> Settings:
     require(dtype in ("bfloat16", "float32"), "dtype", dtype, "choose 'bfloat16' or 'float32'")
     with naming("quantize"):
         quantized = policies.resolve(config["quantize"], architecture.sites(cfg))
+    quantized = dataclasses.replace(quantized, residual=method.residual)
     guidance = section(GuidanceSettings, config, "guidance")
     rollout = section(RolloutSettings, config, "rollout")
     recording = _recording(method, guidance, cfg, quantized)
+    rl = section(RLSettings, config, "rl")
     check_blocks(cfg, quantized)  # under every method: all are evaluated in FP4
     return Settings(
         seed=config["seed"],
@@ -284,13 +334,14 @@ def resolve(config: Mapping) -> Settings:
         source=source,
         dtype=jnp.dtype(dtype),
         method=method,
+        objective=_objective(method, rl),
         quantized=quantized,
         recording=recording,
         audit=_audit(method, guidance, cfg, quantized, rollout.batch),
         check=record.checking(recording) if recording and guidance.check_rows else None,
         task=config["task"],
         rollout=rollout,
-        rl=section(RLSettings, config, "rl"),
+        rl=rl,
         warmup=section(WarmUpSettings, config, "warmup"),
         evaluation=section(EvaluationSettings, config, "evaluation"),
         checkpoint_every=config["checkpoint_every"],
@@ -353,6 +404,14 @@ def check_blocks(cfg: ModelConfig, quantized: Policy) -> None:
                 f"site {site} is {fmt}, whose blocks of {block} must divide it; "
                 f"take {-(-width // block) * block}, or set ('{site}', 'bf16') first in quantize",
                 )  # fmt: skip
+
+
+def _objective(method, rl) -> Objective:
+    bounds = {field.name: getattr(rl, field.name) for field in dataclasses.fields(Bounds)}
+    with naming("rl"):
+        return Objective(
+            rl.loss or method.loss, rl.correction or method.correction, Bounds(**bounds)
+        )
 
 
 def _recording(method, guidance, cfg, quantized) -> Recording | None:

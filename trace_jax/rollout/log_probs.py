@@ -3,8 +3,12 @@
 The policy is softmax(logits / temperature), float32, over the whole vocabulary. A rollout may draw
 from the most likely tokens only (top_p < 1 or top_k > 0); its log-probs are then those of what was
 drawn from, log p - log(mass kept), while a trainer scores under the whole policy. The log of the
-mass kept is all that lies between the two. Letters: B sequences, T tokens, V vocabulary.
+mass kept is all that lies between the two.
+
+Letters: B sequences, T tokens, V vocabulary, H tokens of it.
 """
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +46,31 @@ def kept_tokens(logp_BV: jax.Array, top_p: float, top_k: int) -> tuple[jax.Array
         kept_BV &= jnp.arange(p_BV.shape[-1]) < top_k
     kept_BV = jnp.take_along_axis(kept_BV, jnp.argsort(order_BV, axis=-1), axis=-1)
     return kept_BV, jax.nn.logsumexp(logp_BV, axis=-1, where=kept_BV)
+
+
+class Head(NamedTuple):
+    """The most likely tokens of each position's distribution, likeliest first."""
+
+    tokens_BTH: jax.Array  # int32
+    logp_BTH: jax.Array  # float32, nats, of the whole vocabulary
+
+
+def head(logits_BV: jax.Array, size: int, temperature: jax.Array | float) -> Head:
+    """The Head of `size` tokens [B, H] of distributions [B, V]; ties go to the lower id."""
+    logp_BH, token_BH = jax.lax.top_k(log_softmax(logits_BV, temperature), size)
+    return Head(token_BH, logp_BH)
+
+
+def of_head(
+    logits_BTV: jax.Array, tokens_BTH: jax.Array, temperature: jax.Array | float
+) -> jax.Array:
+    """Log-probs of the tokens of a Head given their past, nats [B, T, H].
+
+    Entry t reads logits t - 1, as in `next_token_log_probs`; entry 0 is 0.
+    """
+    logp_BTV = log_softmax(logits_BTV[:, :-1], temperature)
+    logp_BTH = jnp.take_along_axis(logp_BTV, tokens_BTH[:, 1:], axis=-1)
+    return jnp.pad(logp_BTH, ((0, 0), (1, 0), (0, 0)))
 
 
 def sample(

@@ -22,6 +22,7 @@ from trace_jax.models import cache as caches
 from trace_jax.models import decoder, packing
 from trace_jax.models.architecture import ModelConfig
 from trace_jax.rollout import log_probs
+from trace_jax.rollout.log_probs import Head
 
 
 @jax.tree_util.register_dataclass
@@ -39,6 +40,7 @@ class Rollout:
     check: Guidance | None  # 16 bits of each row that guidance restores, to count those restored
     version: jax.Array  # int32: of the policy that sampled
     log_mass_BT: jax.Array | None = None  # float32, nats: what truncation kept; None without
+    head: Head | None = None  # of the policy at each completion token, not truncated; 0 elsewhere
 
     @property
     def mask_BT(self) -> jax.Array:
@@ -64,6 +66,7 @@ class Sampler:
     unpack_once: bool = True  # hold the FP4 weights unpacked while sampling: faster, 4x their bytes
     top_p: float = 1.0  # draw from the most likely tokens that reach this probability
     top_k: int = 0  # draw from this many most likely tokens; 0: all
+    head_tokens: int = 0  # of each distribution sampled from, kept with their log-probs
 
     @functools.partial(jax.jit, static_argnums=0)
     def __call__(
@@ -94,6 +97,7 @@ class Sampler:
             tokens_BT=jnp.full((B, T), self.pad_id, jnp.int32).at[:, :P].set(prompts_BP),
             logp_BT=jnp.zeros((B, T), jnp.float32),
             log_mass_BT=jnp.zeros((B, T), jnp.float32) if self.truncates else None,
+            head=self._empty_head(B, T),
             length_B=prompt_length_B,
             done_B=jnp.zeros((B,), bool),
             cache=out.cache,
@@ -126,6 +130,7 @@ class Sampler:
             *map(recorded.get, (self.recording, self.audit, self.check)),
             jnp.asarray(version, jnp.int32),
             state.log_mass_BT,
+            state.head,
         )  # fmt: skip
 
     @property
@@ -144,6 +149,12 @@ class Sampler:
             length_B=length_B,
         )  # fmt: skip
 
+    def _empty_head(self, B, T):
+        if not self.head_tokens:
+            return None
+        shape = (B, T, self.head_tokens)
+        return Head(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32))
+
     def _route_ids(self, routes_LBTA):
         if routes_LBTA is None:
             return None
@@ -155,16 +166,21 @@ class Sampler:
         token_B, logp_B, log_mass_B = log_probs.sample(
             logits_BV, draw_B, temperature, self.top_p, self.top_k
         )
+        token_B, logp_B = log_probs.sample(logits_BV, draw_B, temperature)
+        head = None
+        if self.head_tokens:
+            head = log_probs.head(logits_BV, self.head_tokens, temperature)
         row_B = jnp.arange(token_B.shape[0])
         past_end = state.tokens_BT.shape[1]  # where writes are dropped
         at = jnp.where(state.done_B, past_end, state.length_B)
+        put = lambda held, new: held.at[row_B, at].set(new, mode="drop")
         stopped_B = jnp.isin(token_B, jnp.asarray(self.stop_ids))
-        put = lambda held_BT, new_B: held_BT.at[row_B, at].set(new_B, mode="drop")
         return dataclasses.replace(
             state,
             tokens_BT=put(state.tokens_BT, token_B),
             logp_BT=put(state.logp_BT, logp_B),
-            log_mass_BT=put(state.log_mass_BT, log_mass_B) if self.truncates else None,
+            log_mass_BT=jax.tree.map(put, state.log_mass_BT, log_mass_B),
+            head=jax.tree.map(put, state.head, head),
             length_B=state.length_B + ~state.done_B,
             done_B=state.done_B | stopped_B,
         )
@@ -176,6 +192,7 @@ class _State:
     tokens_BT: jax.Array
     logp_BT: jax.Array
     log_mass_BT: jax.Array | None
+    head: Head | None
     length_B: jax.Array
     done_B: jax.Array
     cache: caches.Cache

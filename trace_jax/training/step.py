@@ -20,9 +20,15 @@ from trace_jax.models import decoder
 from trace_jax.models.architecture import ModelConfig
 from trace_jax.models.layer_context import EngineNoise
 from trace_jax.rl import gap, losses
+from trace_jax.rl.objective import Objective
 from trace_jax.rollout import log_probs
 from trace_jax.rollout.sampler import Rollout
 from trace_jax.training.state import TrainState
+
+OLD_LOG_PROBS = (  # what the importance ratio is taken to
+    "rollout",  # the policy that sampled: one ratio carries staleness, mismatch and learning alike
+    "trainer",  # the trainer before its first update on the rollout: the ratio carries learning
+)
 
 
 @jax.tree_util.register_dataclass
@@ -34,6 +40,9 @@ class TrainBatch:
     advantage_B: jax.Array  # float32
     keep_B: jax.Array  # float32: 0 where the sequence's group is dropped from the loss
     noise_key: jax.Array  # of the emulated engine noise, unused without
+    # float32, nats: the trainer's own before its first update on this rollout. None: those of the
+    # update's own forward, which is right for the first one.
+    old_logp_BT: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,9 +55,8 @@ class Trainer:
     transformation: optax.GradientTransformation
     temperature: float
     replay_routes: bool
-    clip_low: float
-    clip_high: float
-    ratio_cap: float
+    objective: Objective
+    old_log_probs: str = "rollout"  # one of OLD_LOG_PROBS
     audit: Recording | None = None
     check: Recording | None = None
     engine_noise: float = 0.0  # relative, emulated (models/layer_context.py)
@@ -57,7 +65,7 @@ class Trainer:
     def update(self, state: TrainState, batch: TrainBatch) -> tuple[TrainState, dict]:
         """The state after one optimizer update on a batch, and metrics (scalars by name).
 
-        Guidance is followed where the rollout carries it. Loss: the token mean over the batch.
+        Guidance is followed where the rollout carries it. Loss: the mean over the whole batch.
         """
         (_, metrics), grads = jax.value_and_grad(self.loss, has_aux=True)(state.params, batch)
         updates, opt_state = self.transformation.update(grads, state.opt_state, state.params)
@@ -66,30 +74,51 @@ class Trainer:
         return dataclasses.replace(state, params=params, opt_state=opt_state), metrics
 
     def loss(self, params: dict, batch: TrainBatch) -> tuple[jax.Array, dict]:
-        """GRPO loss (nats a token) of a batch and its metrics."""
+        """The objective's loss of a batch (nats a token, or a sequence) and its metrics."""
         rollout = batch.rollout
         out = self.forward(params, rollout, self.noise(batch.noise_key))
         logp_BT, entropy_BT = log_probs.next_token_log_probs(
             out.logits, rollout.tokens_BT, self.temperature
         )
         mask_BT = rollout.mask_BT
-        loss_sum, tokens, terms = losses.grpo(
+        heads = None
+        if self.objective.centres:
+            head = rollout.head
+            ours_BTH = log_probs.of_head(out.logits, head.tokens_BTH, self.temperature)
+            heads = (ours_BTH, head.logp_BTH)
+        loss_sum, count, terms = self.objective(
             logp_BT,
+            self.old_logp(logp_BT, batch),
             rollout.logp_BT,
             batch.advantage_B,
             mask_BT * batch.keep_B[:, None],
-            clip_low=self.clip_low,
-            clip_high=self.clip_high,
-            ratio_cap=self.ratio_cap,
+            heads,
         )
-        tokens = jnp.maximum(tokens, 1)
-        loss = loss_sum / tokens
-        metrics = {name: total / tokens for name, total in terms.items()}
+        count = jnp.maximum(count, 1)
+        loss = loss_sum / count
+        metrics = {name: total / count for name, total in terms.items()}
         metrics |= gap.gap_metrics(jax.lax.stop_gradient(logp_BT), rollout.logp_BT, mask_BT)
         metrics |= self.mismatch_metrics(out, rollout)
         metrics["train/loss"] = loss
         metrics["policy/entropy_nats"] = jnp.sum(entropy_BT * mask_BT) / jnp.sum(mask_BT)
         return loss, metrics
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def with_old_log_probs(self, params: dict, batch: TrainBatch) -> TrainBatch:
+        """The batch with its tokens' log-probs under params, which several updates compare with.
+
+        They follow the batch's guidance where it carries any, as the updates on it will.
+        """
+        rollout = dataclasses.replace(batch.rollout, audit=None)  # nothing is compared here
+        out = self.forward(params, rollout, self.noise(batch.noise_key))
+        logp_BT, _ = log_probs.next_token_log_probs(out.logits, rollout.tokens_BT, self.temperature)
+        return dataclasses.replace(batch, old_logp_BT=logp_BT)
+
+    def old_logp(self, logp_BT: jax.Array, batch: TrainBatch) -> jax.Array:
+        """The log-probs [B, T] that the importance ratio is taken to; no gradient."""
+        if self.old_log_probs == "rollout":
+            return batch.rollout.logp_BT
+        return jax.lax.stop_gradient(logp_BT) if batch.old_logp_BT is None else batch.old_logp_BT
 
     def noise(self, key: jax.Array) -> EngineNoise | None:
         """The emulated noise of another engine, or None where there is none."""
