@@ -166,7 +166,6 @@ class Sampler:
         token_B, logp_B, log_mass_B = log_probs.sample(
             logits_BV, draw_B, temperature, self.top_p, self.top_k
         )
-        token_B, logp_B = log_probs.sample(logits_BV, draw_B, temperature)
         head = None
         if self.head_tokens:
             head = log_probs.head(logits_BV, self.head_tokens, temperature)
