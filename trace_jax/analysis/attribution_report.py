@@ -80,7 +80,11 @@ def draw_shares(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
             for end in ("low", "share", "high")
         )
         axes.barh(
-            at, share, height, color=TRAINER_COLORS[trainer], label=f"{trainer}: {whole:.2g} nats"
+            at,
+            share,
+            height,
+            color=TRAINER_COLORS[trainer],
+            label=f"{trainer} trainer: {whole:.2g} nats",
         )
         axes.errorbar(
             share, at, xerr=(share - low, high - share), fmt="none", ecolor="black",
@@ -89,7 +93,9 @@ def draw_shares(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
     axes.axvline(0, color="black", linewidth=0.6)
     axes.set_yticks(list(places.values()), list(places))
     axes.set(title="Sources of the log-prob gap", xlabel="Shapley share of the mean gap (%)")
-    axes.legend(fontsize=SMALL, frameon=False, title="trainer", title_fontsize=SMALL)
+    axes.legend(
+        fontsize=SMALL, frameon=False, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.18)
+    )
     axes.spines[["top", "right"]].set_visible(False)
 
 

@@ -196,6 +196,9 @@ def figure(rows: list[dict]) -> Figure:
              title="Code mismatch, 1% emulated noise")  # fmt: skip
     right.set(yscale="log", xlabel="emulated engine noise (%)", ylabel="mean |log-prob gap| (nats)",
               title="Gap between rollout and trainer")  # fmt: skip
+    for axes in (left, right):
+        axes.title.set_size(9)
+        axes.tick_params(labelsize=8)
     left.xaxis.get_major_locator().set_params(integer=True)
     right.set_xscale("symlog", linthresh=0.2)
     right.set_xticks([0, 0.2, 1, 3, 10], ["0", "0.2", "1", "3", "10"])
