@@ -64,6 +64,8 @@ def get_config(model: str | None = None) -> ConfigDict:
                 prompt_length=11,  # tokens, room for the longest prompt
                 max_new_tokens=11,
                 temperature=1.0,
+                top_p=1.0,  # draw from the most likely tokens that reach it; the trainer scores all
+                top_k=0,  # draw from so many most likely tokens; 0: all
                 unpack_once=True,  # hold FP4 weights unpacked while sampling (4x their bytes)
             ),
             rl=dict(

@@ -31,12 +31,57 @@ def workdir(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def rows(workdir):
-    """The table at 1% of emulated noise, by name of the row."""
+def results(workdir):
+    """Both tables at 1% of emulated noise."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mismatch_table, "NOISE", (0.01,))
-        mismatch.main(tiny_run.config(), workdir)
-    return {row["method"]: row for row in json.loads((workdir / "mismatch.json").read_text())}
+        mismatch.main(tiny_run.config({"engine_noise": 0.01}), workdir, methods=True)
+    return json.loads((workdir / "mismatch.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def rows(results):
+    """The table of methods, by name of the row."""
+    return {row["method"]: row for row in results["methods"]}
+
+
+def test_the_shares_add_up_to_the_whole_gap(results, workdir):
+    for trainer, sources in (("BF16", 6), ("QAT", 5)):
+        rows = [row for row in results["sources"] if row["trainer"] == trainer]
+        assert len(rows) == sources + 2
+        *shares, none, whole = rows
+        for name in ("gap", "d_act"):
+            total = sum(row[name]["share"] for row in shares)
+            assert none[name]["share"] < 1e-5  # aligned, the trainer is the rollout
+            assert total == pytest.approx(whole[name]["share"] - none[name]["share"], rel=1e-9)
+            for row in rows:
+                assert row[name]["low"] <= row[name]["share"] <= row[name]["high"]
+    assert (workdir / "figures/attribution.png").stat().st_size > 1000
+
+
+def test_what_the_other_parts_measure_is_the_same_number(results, rows):
+    """QAT under the other engine, by four ways."""
+    *_, emulated = results["engines"]
+    qat, trace = rows["qat"], rows["trace, all layers"]
+    assert emulated["engine"] == "emulated: 1.0% noise"
+    assert emulated["gap"] == pytest.approx(qat["logp_abs_mean"], rel=1e-5)
+    assert emulated["code_rate"] == pytest.approx(qat["code_rate"], rel=1e-5)
+    for site, rates in results["by_site_and_layer"].items():  # both layers have equally many
+        assert sum(rates) / 2 == pytest.approx(qat["code_rate_by_site"][site], rel=1e-5)
+    count = results["by_position"]["sequences"]
+    for method, row in (("qat", qat), ("trace, all layers", trace)):
+        gaps = results["by_position"]["gap"][method]
+        mean = sum(n * gap for n, gap in zip(count, gaps, strict=True)) / sum(count)
+        assert mean == pytest.approx(row["logp_abs_mean"], rel=1e-5)
+
+
+def test_an_error_grows_from_the_layer_where_it_is_made_unless_guided(results):
+    growth = {(row["method"], row["noisy_layer"]): row for row in results["growth"]}
+    first, last = (growth["qat", layer]["code_rate"] for layer in (0, 1))
+    assert 0 < first[0] < first[1]
+    assert last[0] == 0 < last[1] < first[1]
+    for layer in (0, 1):
+        assert growth["trace, all layers", layer]["code_rate"] == [0, 0]
 
 
 def test_the_table_has_every_method_and_every_number(rows, workdir):
@@ -46,8 +91,8 @@ def test_the_table_has_every_method_and_every_number(rows, workdir):
         "qat",
         "qat, routes replayed",
         "trace (low bit, latter half)",
-        "trace, all layers",
-        "trace_full (codes, all layers)",
+        "trace (low bit, first half)",
+        *mismatch_table.ENCODINGS.values(),
         "self-replay (codes)",
         "self-replay (low1)",
         "self-replay (low2)",
@@ -57,7 +102,7 @@ def test_the_table_has_every_method_and_every_number(rows, workdir):
         assert all(math.isfinite(number) for number in numbers)
         assert row["noise"] == (0 if name.startswith("self") else 0.01)
         assert ("code_rate" in row) == (name != "bf16 (BF16 rollout)")
-    table = (workdir / "mismatch.md").read_text().splitlines()
+    table = (workdir / "mismatch.md").read_text().split("\n\n")[-1].splitlines()
     assert len(table) == 2 + len(rows)
     assert table[0].startswith("| noise | method | codes | codes, latter half | scales | D_act |")
     assert table[2].startswith("| 1.0% | bf16 (BF16 rollout) | - | - | - | - |")

@@ -5,8 +5,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.small_model import SITES
-from trace_jax.guidance import policy
+from tests.small_model import (
+    CFG,
+    EVERYTHING,
+    SITE_LAYERS,
+    SITES,
+    masters,
+    quick_forward,
+    tokens,
+)
+from trace_jax.guidance import policy, record
 from trace_jax.models.layer_context import EngineNoise, LayerContext
 
 FLOAT32 = jnp.dtype("float32")
@@ -57,6 +65,50 @@ def test_it_comes_before_rounding_and_moves_a_few_codes():
     ]
     few, many = (np.mean(codes[0] != other) for other in codes[1:])
     assert 0 < few < 0.05 < many
+
+
+def test_bfloat16_is_the_rounding_and_nothing_else():
+    bfloat16 = lambda wanted: LayerContext(
+        policy.NOTHING, FLOAT32, noise=EngineNoise(jax.random.key(0), 0.0, wanted)
+    )
+    values = lambda wanted: bfloat16(wanted).quantize("attention/in", X)[0].values
+    assert np.array_equal(values(True), X.astype(jnp.bfloat16).astype(jnp.float32))
+    assert np.array_equal(jax.jit(values)(True), values(True))  # XLA skips a mere pair of casts
+    assert np.array_equal(values(False), X)
+
+
+def test_one_value_a_layer_touches_its_layer_only():
+    """And every layer has its own draws, also under one value for all."""
+    key = jax.random.key(0)
+    second = EngineNoise(key, jnp.array([0.0, 0.01]), jnp.array([True, False]))
+    first, last = second.at_layer(0), second.at_layer(1)
+    assert (first.relative, first.bfloat16) == (0, True)
+    assert (last.relative, last.bfloat16) == (jnp.float32(0.01), False)
+    same = EngineNoise(key, 0.01)
+    assert np.array_equal(
+        same.at_layer(1).disturb("attention/in", X), last.disturb("attention/in", X)
+    )
+    assert not np.array_equal(
+        same.at_layer(0).disturb("attention/in", X), last.disturb("attention/in", X)
+    )
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_forward_differs_from_the_noisy_layer_on(layer):
+    full = record.recording("codes", ("*",), "all", SITE_LAYERS, EVERYTHING)
+    noise = EngineNoise(jax.random.key(0), 0.05 * jax.nn.one_hot(layer, CFG.num_layers))
+    clean, noisy = (
+        quick_forward(
+            masters(), tokens(), CFG, policy=EVERYTHING, dtype=FLOAT32, records=(full,), noise=given
+        ).recorded[0]
+        for given in (noise._replace(relative=jnp.zeros(CFG.num_layers)), noise)
+    )
+    before = jax.tree.map(
+        lambda a, b: bool(np.array_equal(a[:layer], b[:layer])), clean.guides, noisy.guides
+    )
+    assert jax.tree.all(before)
+    codes = [guidance.guides["attention/in"].bits[layer] for guidance in (clean, noisy)]
+    assert not np.array_equal(*codes)
 
 
 def test_rows_of_experts_get_none():

@@ -63,6 +63,20 @@ def test_replay_takes_the_rollouts_experts_and_keeps_the_routers_gradient():
     np.testing.assert_allclose(gradient, expected, atol=1e-6)
 
 
+def test_a_replayed_id_below_zero_leaves_the_choice_to_the_router():
+    own = experts.route(LOGITS, None, CFG)
+    for found, expected in zip(
+        experts.route(LOGITS, jnp.full((B, T, A), -1), CFG), own, strict=True
+    ):
+        assert np.array_equal(found, expected)
+    first = jnp.where(jnp.arange(T)[:, None] == 0, jnp.int32(3), -1) * jnp.ones(
+        (B, T, A), jnp.int32
+    )
+    chosen = experts.route(LOGITS, first, CFG)[0]
+    assert np.all(chosen[:, 0] == 3)
+    assert np.array_equal(chosen[:, 1:], own[0][:, 1:])
+
+
 def test_replayed_experts_that_this_router_gives_no_chance_stay_finite():
     """Their probabilities underflow to 0; the weights still sum to 1 and have a gradient."""
     logits = jnp.array([[[300.0, 200.0, 1.0, 0.0]]])

@@ -68,6 +68,9 @@ REFUSED = [  # (overrides, what the message must hold)
     # The learner.
     ({"rollout.completions": 1}, "config.rollout.completions=1: must be finite and above 1"),
     ({"rollout.temperature": 0.0}, "config.rollout.temperature=0.0: must be finite and above 0"),
+    ({"rollout.top_p": 0.0}, "config.rollout.top_p=0.0: lies in (0, 1]; 1 keeps all"),
+    ({"rollout.top_p": 1.5}, "config.rollout.top_p=1.5: lies in (0, 1]"),
+    ({"rollout.top_k": -1}, "config.rollout.top_k=-1: must be a whole number of tokens, 0 for all"),
     ({"rl.learning_rate": float("inf")}, "config.rl.learning_rate=inf: must be finite"),
     ({"rl.updates_per_rollout": 0}, "config.rl.updates_per_rollout=0: must"),
     ({"rl.clip_low": 1.0}, "config.rl.clip_low=1.0: must lie in (0, 1)"),

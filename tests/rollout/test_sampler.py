@@ -243,3 +243,20 @@ def test_weights_unpacked_once_or_at_every_token_give_the_same_sample():
     assert rollout.head is None
     assert np.array_equal(rollout.tokens_BT, sample().tokens_BT)
     np.testing.assert_allclose(rollout.logp_BT, sample().logp_BT, atol=1e-5)
+
+
+def test_truncated_draws_carry_the_log_of_the_mass_they_came_from():
+    truncated = dataclasses.replace(SAMPLER, top_p=0.5, recording=None, audit=None)
+    rollout = quick_sample(truncated, packed(), prompts(), PROMPT_LENGTH, KEY, np.arange(B), 1.0)
+    out = quick_forward(
+        masters(), jnp.asarray(rollout.tokens_BT), CFG, policy=EVERYTHING, dtype=FLOAT32
+    )
+    logp_BT, _ = log_probs.next_token_log_probs(out.logits, rollout.tokens_BT, 1.0)
+    drawn = np.asarray(rollout.mask_BT) == 1
+    mass = np.exp(rollout.log_mass_BT)[drawn]
+    assert np.all(rollout.log_mass_BT[~drawn] == 0)
+    assert np.all((mass >= 0.5 - 1e-6) & (mass < 1))
+    np.testing.assert_allclose(
+        (logp_BT - rollout.log_mass_BT)[drawn], rollout.logp_BT[drawn], atol=1e-5
+    )
+    assert sample().log_mass_BT is None

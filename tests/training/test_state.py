@@ -28,6 +28,11 @@ def test_the_optimizer_is_adam_after_clipping_the_global_norm():
     assert state.step == 0
 
 
+def test_trainers_that_are_made_alike_are_equal_and_compile_once():
+    first, again, other = (train_state.optimizer(rate, 1.0) for rate in (0.1, 0.1, 0.2))
+    assert first == again != other
+
+
 def test_the_schedule_falls_to_zero_on_a_half_cosine():
     schedule = train_state.cosine(2.0, 10)
     assert [float(schedule(t)) for t in (0, 5, 10)] == pytest.approx([2, 1, 0], abs=1e-6)

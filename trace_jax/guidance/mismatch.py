@@ -22,7 +22,10 @@ from trace_jax.guidance.record import Guidance, SiteLayers
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Mismatch:
-    """Sums over the valid tokens of one site, each [L]; they add up over sites and batches."""
+    """Sums over the valid tokens of one site, each [L] or, sequence by sequence, [L, B].
+
+    They add up over sites and batches.
+    """
 
     codes: jax.Array  # codes that differ
     values: jax.Array  # codes compared
@@ -34,26 +37,34 @@ class Mismatch:
 
     @property
     def code_rate(self) -> jax.Array:
-        """Share of codes that differ, [L]."""
+        """Share of codes that differ."""
         return self.codes / self.values
 
     @property
     def scale_rate(self) -> jax.Array:
-        """Share of block scales that differ, [L]."""
+        """Share of block scales that differ."""
         return self.scales / self.blocks
 
     @property
     def d_act(self) -> jax.Array:
-        """Relative Frobenius distance of the dequantized values, [L]."""
+        """Relative Frobenius distance of the dequantized values."""
         return jnp.sqrt(self.difference / self.reference)
 
     def total(self) -> "Mismatch":
-        """The sums over layers."""
+        """The sums over all axes."""
         return jax.tree.map(jnp.sum, self)
 
 
 def compare(ours: Guidance, rollout: Guidance, valid_BT: jax.Array) -> dict[str, Mismatch]:
-    """The Mismatch of each site, over tokens where valid_BT [B, T] is nonzero."""
+    """The Mismatch [L] of each site, over tokens where valid_BT [B, T] is nonzero."""
+    by_sequence = compare_sequences(ours, rollout, valid_BT)
+    return jax.tree.map(lambda sums_LB: sums_LB.sum(axis=1), by_sequence)
+
+
+def compare_sequences(
+    ours: Guidance, rollout: Guidance, valid_BT: jax.Array
+) -> dict[str, Mismatch]:
+    """The Mismatch [L, B] of each site, over tokens where valid_BT [B, T] is nonzero."""
     return {
         site: _compare_site(ours.guides[site], rollout.guides[site], valid_BT)
         for site in rollout.guides
@@ -101,9 +112,9 @@ def from_nan(q: BlockScaled) -> jax.Array:
 def _compare_site(ours: Guide, rollout: Guide, valid_BT: jax.Array) -> Mismatch:
     q, r = (BlockScaled(g.bits, g.scales, g.outer, g.fmt) for g in (ours, rollout))
 
-    def count(a):  # [L, B, T, ...] -> [L], over valid tokens
+    def count(a):  # [L, B, T, ...] -> [L, B], over valid tokens
         per_token = jnp.sum(a.astype(jnp.float32), axis=tuple(range(3, a.ndim)))
-        return jnp.sum(per_token * valid_BT, axis=(1, 2))
+        return jnp.sum(per_token * valid_BT, axis=2)
 
     codes_differ = block_scaled.unpack(q) != block_scaled.unpack(r)
     scales_differ = q.scales.astype(jnp.float32) != r.scales.astype(jnp.float32)

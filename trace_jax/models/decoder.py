@@ -130,9 +130,7 @@ class DecoderLayer(nn.Module):
 
     def context(self, layer: jax.Array, inputs: Inputs) -> LayerContext:
         """This layer's share of what came in."""
-        noise = inputs.noise
-        if noise is not None:
-            noise = noise._replace(key=jax.random.fold_in(noise.key, layer))
+        noise = None if inputs.noise is None else inputs.noise.at_layer(layer)
         return LayerContext(self.policy, self.dtype, inputs.guides(layer, self.among), noise)
 
 
@@ -240,7 +238,8 @@ class Decoder(nn.Module):
         """Logits, and the head's recorded Guides [1, B, T, ...]."""
         last = self.cfg.num_layers - 1
         guides = inputs.guides(jnp.int32(last), (last,))
-        context = LayerContext(self.policy, self.dtype, guides, inputs.noise)
+        noise = None if inputs.noise is None else inputs.noise.at_layer(last)
+        context = LayerContext(self.policy, self.dtype, guides, noise)
         x, q = context.quantize("head/in", x_BTD)
         if inputs.length_B is not None:
             at = (jnp.arange(x_BTD.shape[0]), inputs.length_B - 1)
@@ -320,8 +319,7 @@ def forward(
     embedding); positions_BT: default 0..T-1; length_B: how many tokens of each sequence are real,
     the rest being padding: logits come for the last of them only; cache: remember these tokens, at
     their positions, and attend over all it holds; guidance, routes_LBTA: a rollout's record to
-    follow; records: what to keep of this forward's own rounding; noise: emulate another engine's
-    kernels.
+    follow; records: what to keep of this forward's own rounding; noise: another engine's kernels.
 
     Raises ValueError where a record names a site that the policy does not quantize, for guidance of
     the experts' hidden rows without the routes that say whose rows they are, and, as far as they

@@ -32,11 +32,14 @@ def route(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Experts to use int32, their weights float32, and the router's own choice, all [B, T, A].
 
-    The first and last differ only where routes are replayed. Ties go to the lower index.
+    The first and last differ only where routes are replayed; a replayed id below 0 leaves the
+    choice to the router. Ties go to the lower index.
     """
     probability_BTE = jax.nn.softmax(logits_BTE, axis=-1)
     _, own_BTA = jax.lax.top_k(probability_BTE, cfg.num_experts_per_token)
-    chosen_BTA = own_BTA if replayed_BTA is None else replayed_BTA.astype(jnp.int32)
+    chosen_BTA = own_BTA
+    if replayed_BTA is not None:
+        chosen_BTA = jnp.where(replayed_BTA < 0, own_BTA, replayed_BTA.astype(jnp.int32))
     if cfg.norm_topk_prob:
         # p_k / sum(p_k) is the softmax of the chosen logits, finite also where all p_k underflow.
         weight_BTA = jax.nn.softmax(jnp.take_along_axis(logits_BTE, chosen_BTA, axis=-1), axis=-1)

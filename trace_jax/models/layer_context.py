@@ -15,15 +15,30 @@ from trace_jax.guidance.record import LayerGuide
 
 
 class EngineNoise(NamedTuple):
-    """Another engine's kernels, emulated: Gaussian noise relative to each value, ahead of sites.
+    """Another engine's kernels, ahead of the sites: Gaussian noise relative to each value, or BF16.
 
     Trainer and rollout here share one forward, so on one machine they hardly differ; two real
-    engines differ by BF16 rounding and reduction order (0.2 to 1%). experts/mid gets none: it is a
-    pointwise function of a product of FP4 operands, which is exact up to summation order.
+    engines differ by BF16 rounding and reduction order (0.2 to 1%). The noise emulates that; the
+    rounding is real: an engine that keeps its activations in BF16 between operations. experts/mid
+    gets neither: it is a pointwise function of a product of FP4 operands, which is exact up to
+    summation order.
     """
 
     key: jax.Array
-    relative: jax.Array | float  # standard deviation over |x|
+    relative: jax.Array | float  # standard deviation over |x|; a scalar, or one a layer
+    bfloat16: jax.Array | bool = False  # whether x is rounded to BF16; a scalar, or one a layer
+
+    def at_layer(self, layer: jax.Array | int) -> "EngineNoise":
+        """The noise of one layer, with draws of its own."""
+        mine = lambda given: jnp.asarray(given)[layer] if jnp.ndim(given) else given
+        key = jax.random.fold_in(self.key, layer)
+        return EngineNoise(key, mine(self.relative), mine(self.bfloat16))
+
+    def disturb(self, site: str, x: jax.Array) -> jax.Array:
+        """x [..., n] (float32) as that engine brings it to a site of this layer."""
+        draw = jax.random.normal(jax.random.fold_in(self.key, SITES.index(site)), x.shape)
+        rounded = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+        return jnp.where(self.bfloat16, rounded, x) * (1 + self.relative * draw)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,8 +56,7 @@ class LayerContext:
         Guided where this layer and site were recorded, else to nearest; gradient straight through.
         """
         if self.noise is not None:
-            key = jax.random.fold_in(self.noise.key, SITES.index(site))
-            x = x * (1 + self.noise.relative * jax.random.normal(key, x.shape))
+            x = self.noise.disturb(site, x)
         return self.quantize_under(site, x, self.guide(site))
 
     def guide(self, site: str) -> Guide | None:

@@ -3,6 +3,8 @@
 Letters: B prompts, T tokens.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -43,7 +45,8 @@ def guided_agreement(settings: Settings, task: Task, params: dict) -> dict[str, 
     Returns the share of completion tokens that are its own first choice too, and the mean and
     largest difference of log-probs (nats) from the FP4 decode, at temperature 1.
     """
-    rollout, _ = greedy(settings, task, params, settings.sampler())
+    whole = dataclasses.replace(settings.sampler(), top_p=1.0, top_k=0)  # as the trainer scores
+    rollout, _ = greedy(settings, task, params, whole)
     trainer = settings.trainer()
     out = jax.jit(trainer.forward)(params, rollout, trainer.noise(jax.random.key(0)))
     mask_BT, tokens_BT = rollout.mask_BT, rollout.tokens_BT

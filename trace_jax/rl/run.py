@@ -26,9 +26,8 @@ from trace_jax.guidance import record
 from trace_jax.guidance.policy import NOTHING
 from trace_jax.models import decoder, packing
 from trace_jax.parallel import mesh as meshes
-from trace_jax.rl import advantages, batches, tasks
-from trace_jax.rl.evaluation import accuracy, completions, on_mesh
-from trace_jax.rl.examples import Example
+from trace_jax.rl import batches, experience, tasks
+from trace_jax.rl.evaluation import accuracy
 from trace_jax.rl.queue import RolloutQueue
 from trace_jax.rl.settings import Settings, require, require_finite, resolve
 from trace_jax.rl.warm_up import initial_params, warm_up
@@ -217,18 +216,9 @@ class Loop:
 
     def sample(self, packed: dict, index: int, version: int) -> Rollout:
         """Rollout number `index`: prompts and draws depend on it alone, not on what ran before."""
-        s = self.settings.rollout
-        tokens_BP, length_B, _ = self.prompts(index)
-        tokens_BP, length_B = (np.repeat(a, s.completions, axis=0) for a in (tokens_BP, length_B))
-        key = jax.random.fold_in(jax.random.fold_in(self.key, 1), index)
-        inputs = on_mesh((tokens_BP, length_B, np.arange(s.batch)))
-        return self.sampler(packed, inputs[0], inputs[1], key, inputs[2], s.temperature, version)
-
-    def prompts(self, index: int) -> tuple[np.ndarray, np.ndarray, tuple[Example, ...]]:
-        """(tokens_BP, length_B, examples) of rollout number `index`, one a group."""
-        s = self.settings
-        return batches.prompt_batch(
-            self.task, s.tokenizer, index, s.rollout.prompts, s.rollout.prompt_length, s.seed
+        key = jax.random.fold_in(self.key, 1)
+        return experience.sample(
+            self.settings, self.task, self.sampler, packed, index, key, version
         )
 
     def abstract_rollout(self, packed: dict) -> Rollout:
@@ -258,30 +248,18 @@ class Loop:
     def next_batch(self, step: int) -> tuple[TrainBatch, dict]:
         """The oldest rollout with its advantages, and its row of metrics."""
         rollout = self.queue.take(step)
-        _, _, examples = self.prompts(step)
-        texts = completions(rollout, self.settings.tokenizer)
-        groups = self.settings.rollout.completions
-        rewards = [self.task.reward(text, examples[i // groups]) for i, text in enumerate(texts)]
-        reward_B = np.array(rewards, np.float32)
+        noise_key = jax.random.fold_in(jax.random.fold_in(self.key, 2), step)
+        scored = experience.score(self.settings, self.task, rollout, step, noise_key)
         if step % self.settings.samples_every == 0:
-            rows = [
-                {"prompt": examples[i // groups].prompt, "answer": examples[i // groups].answer,
-                 "completion": text, "reward": float(reward_B[i])}
-                for i, text in enumerate(texts)
-            ]  # fmt: skip
-            self.directory.write_rollouts(step, rows)
-        advantage_QG, keep_QG = advantages.group_normalised(
-            reward_B.reshape(-1, groups), self.settings.rl.drop_zero_variance
-        )
+            self.directory.write_rollouts(step, scored.samples)
         row = {
-            "reward/mean": float(reward_B.mean()),
-            "reward/groups_kept": float(np.mean(keep_QG)),
+            "reward/mean": float(scored.reward_B.mean()),
+            "reward/groups_kept": float(np.mean(scored.batch.keep_B)),
             "policy/staleness": step - int(rollout.version),
         }
         if rollout.guidance is not None:
             row["guidance/bytes_per_token"] = record.bytes_per_token(rollout.guidance)
-        noise_key = jax.random.fold_in(jax.random.fold_in(self.key, 2), step)
-        return TrainBatch(rollout, advantage_QG.reshape(-1), keep_QG.reshape(-1), noise_key), row
+        return scored.batch, row
 
     def update(self, state: TrainState, batch: TrainBatch) -> tuple[TrainState, dict]:
         """The state one version on, and the first update's metrics."""

@@ -77,12 +77,17 @@ class RolloutSettings:
     prompt_length: int
     max_new_tokens: int
     temperature: float
+    top_p: float
+    top_k: int
     unpack_once: bool
 
     def __post_init__(self):
         require_above(0, self, "rollout.", "prompts", "prompt_length", "max_new_tokens")
         require_above(1, self, "rollout.", "completions")
         require_above(0, self, "rollout.", "temperature")
+        require(0 < self.top_p <= 1, "rollout.top_p", self.top_p, "lies in (0, 1]; 1 keeps all")
+        rule = "must be a whole number of tokens, 0 for all"
+        require(self.top_k in range(2**31), "rollout.top_k", self.top_k, rule)
 
     @property
     def batch(self) -> int:
@@ -251,11 +256,13 @@ class Settings:
             recording=self.recording,
             audit=self.audit,
             check=self.check,
+            top_p=self.rollout.top_p,
+            top_k=self.rollout.top_k,
             head_tokens=self.rl.head_tokens if self.objective.centres else 0,
         )
 
     def evaluator(self, policy: Policy) -> Sampler:
-        """A Sampler that records nothing, under a policy (what would be deployed, or BF16)."""
+        """A Sampler that records and truncates nothing (a policy as deployed, or BF16)."""
         return Sampler(
             self.cfg,
             policy,

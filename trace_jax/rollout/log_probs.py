@@ -1,8 +1,11 @@
 """From logits to probabilities, in one place for the sampler and the trainer.
 
-The distribution is softmax(logits / temperature), float32, over the whole vocabulary (top_p = 1,
-top_k = 0), so the log-probs are those of the distribution that was sampled from. Letters: B
-sequences, T tokens, V vocabulary, H tokens of it.
+The policy is softmax(logits / temperature), float32, over the whole vocabulary. A rollout may draw
+from the most likely tokens only (top_p < 1 or top_k > 0); its log-probs are then those of what was
+drawn from, log p - log(mass kept), while a trainer scores under the whole policy. The log of the
+mass kept is all that lies between the two.
+
+Letters: B sequences, T tokens, V vocabulary, H tokens of it.
 """
 
 from typing import NamedTuple
@@ -31,6 +34,20 @@ def next_token_log_probs(
     return tuple(jnp.pad(a, ((0, 0), (1, 0))) for a in (logp_BT, entropy_BT))
 
 
+def kept_tokens(logp_BV: jax.Array, top_p: float, top_k: int) -> tuple[jax.Array, jax.Array]:
+    """Bool [B, V]: the tokens that truncation keeps; and the log of their probability (nats, [B]).
+
+    The top_k most likely (0: all), of these as few as reach top_p; of equals those of lower index.
+    """
+    order_BV = jnp.argsort(-logp_BV, axis=-1)
+    p_BV = jnp.exp(jnp.take_along_axis(logp_BV, order_BV, axis=-1))  # most likely first
+    kept_BV = jnp.cumsum(p_BV, axis=-1) - p_BV < top_p
+    if top_k:
+        kept_BV &= jnp.arange(p_BV.shape[-1]) < top_k
+    kept_BV = jnp.take_along_axis(kept_BV, jnp.argsort(order_BV, axis=-1), axis=-1)
+    return kept_BV, jax.nn.logsumexp(logp_BV, axis=-1, where=kept_BV)
+
+
 class Head(NamedTuple):
     """The most likely tokens of each position's distribution, likeliest first."""
 
@@ -57,14 +74,22 @@ def of_head(
 
 
 def sample(
-    logits_BV: jax.Array, key_B: jax.Array, temperature: jax.Array | float
-) -> tuple[jax.Array, jax.Array]:
-    """Tokens int32 [B] drawn with each sequence's own key, and their log-probs (nats).
+    logits_BV: jax.Array,
+    key_B: jax.Array,
+    temperature: jax.Array | float,
+    top_p: float = 1.0,
+    top_k: int = 0,
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Tokens int32 [B] drawn with each sequence's own key, their log-probs, log of the mass kept.
 
     argmax(logits + temperature * gumbel) draws from softmax(logits / temperature) and is greedy at
-    0.
+    0. Log-probs (nats) are those under what was drawn from; without truncation the last is None.
     """
     gumbel_BV = jax.vmap(lambda key: jax.random.gumbel(key, logits_BV.shape[1:]))(key_B)
+    logp_BV, log_mass_B = log_softmax(logits_BV, temperature), None
+    if top_p < 1 or top_k:
+        kept_BV, log_mass_B = kept_tokens(logp_BV, top_p, top_k)
+        logits_BV = jnp.where(kept_BV, logits_BV, -jnp.inf)
+        logp_BV = logp_BV - log_mass_B[:, None]
     token_B = jnp.argmax(logits_BV + temperature * gumbel_BV, axis=-1).astype(jnp.int32)
-    logp_BV = log_softmax(logits_BV, temperature)
-    return token_B, jnp.take_along_axis(logp_BV, token_B[:, None], axis=-1)[:, 0]
+    return token_B, jnp.take_along_axis(logp_BV, token_B[:, None], axis=-1)[:, 0], log_mass_B

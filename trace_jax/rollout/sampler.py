@@ -39,7 +39,8 @@ class Rollout:
     audit: Guidance | None  # full codes of the first sequences, to measure mismatch by
     check: Guidance | None  # 16 bits of each row that guidance restores, to count those restored
     version: jax.Array  # int32: of the policy that sampled
-    head: Head | None = None  # of what each completion token was drawn from; 0 elsewhere
+    log_mass_BT: jax.Array | None = None  # float32, nats: what truncation kept; None without
+    head: Head | None = None  # of the policy at each completion token, not truncated; 0 elsewhere
 
     @property
     def mask_BT(self) -> jax.Array:
@@ -63,6 +64,8 @@ class Sampler:
     audit: Recording | None = None
     check: Recording | None = None
     unpack_once: bool = True  # hold the FP4 weights unpacked while sampling: faster, 4x their bytes
+    top_p: float = 1.0  # draw from the most likely tokens that reach this probability
+    top_k: int = 0  # draw from this many most likely tokens; 0: all
     head_tokens: int = 0  # of each distribution sampled from, kept with their log-probs
 
     @functools.partial(jax.jit, static_argnums=0)
@@ -93,6 +96,7 @@ class Sampler:
         state = _State(
             tokens_BT=jnp.full((B, T), self.pad_id, jnp.int32).at[:, :P].set(prompts_BP),
             logp_BT=jnp.zeros((B, T), jnp.float32),
+            log_mass_BT=jnp.zeros((B, T), jnp.float32) if self.truncates else None,
             head=self._empty_head(B, T),
             length_B=prompt_length_B,
             done_B=jnp.zeros((B,), bool),
@@ -125,8 +129,14 @@ class Sampler:
             state.tokens_BT, prompt_length_B, state.length_B, state.logp_BT, routes,
             *map(recorded.get, (self.recording, self.audit, self.check)),
             jnp.asarray(version, jnp.int32),
+            state.log_mass_BT,
             state.head,
         )  # fmt: skip
+
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens cannot be drawn."""
+        return self.top_p < 1 or self.top_k > 0
 
     @property
     def _recordings(self) -> tuple[Recording, ...]:
@@ -153,7 +163,9 @@ class Sampler:
     def _append(self, state, logits_BV, key_B, temperature):
         """The state with one more token for each sequence that is not done."""
         draw_B = jax.vmap(jax.random.fold_in)(key_B, state.length_B)
-        token_B, logp_B = log_probs.sample(logits_BV, draw_B, temperature)
+        token_B, logp_B, log_mass_B = log_probs.sample(
+            logits_BV, draw_B, temperature, self.top_p, self.top_k
+        )
         head = None
         if self.head_tokens:
             head = log_probs.head(logits_BV, self.head_tokens, temperature)
@@ -166,6 +178,7 @@ class Sampler:
             state,
             tokens_BT=put(state.tokens_BT, token_B),
             logp_BT=put(state.logp_BT, logp_B),
+            log_mass_BT=jax.tree.map(put, state.log_mass_BT, log_mass_B),
             head=jax.tree.map(put, state.head, head),
             length_B=state.length_B + ~state.done_B,
             done_B=state.done_B | stopped_B,
@@ -177,6 +190,7 @@ class Sampler:
 class _State:
     tokens_BT: jax.Array
     logp_BT: jax.Array
+    log_mass_BT: jax.Array | None
     head: Head | None
     length_B: jax.Array
     done_B: jax.Array

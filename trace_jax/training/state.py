@@ -1,6 +1,7 @@
 """The train state: masters, optimizer, and the counters that make a resumed run the same run."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +22,15 @@ class TrainState:
     step: jax.Array  # int32: RL steps done, which is also the policy's version
 
 
+@functools.cache
 def optimizer(
     learning_rate: float | optax.Schedule, max_grad_norm: float
 ) -> optax.GradientTransformation:
-    """Adam (0.9, 0.95) after clipping the global gradient norm."""
+    """Adam (0.9, 0.95) after clipping the global gradient norm.
+
+    The same one for the same arguments, so that trainers that are made alike are equal, and compile
+    once.
+    """
     return optax.chain(
         optax.clip_by_global_norm(max_grad_norm), optax.adam(learning_rate, b1=0.9, b2=0.95)
     )
