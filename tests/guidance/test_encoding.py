@@ -60,7 +60,8 @@ def test_the_syndrome_of_the_paper_s_row_is_a_quarter_of_a_bit_a_value():
 
 def test_what_is_left_of_the_last_byte_goes_to_checks():
     checks = functools.partial(encodings.checks_of, "syndrome", fmt="nvfp4")
-    assert [checks(width) for width in (16, 32, 48, 64, 256)] == [7, 6, 13, 12, 48]
+    assert [checks(width) for width in (128, 144, 256, 272)] == [24, 31, 48, 55]
+    assert [checks(width) for width in (16, 32, 48, 64)] == [7, 14, 21, 28]  # a byte a block
 
 
 # ---- What the trainer gets back

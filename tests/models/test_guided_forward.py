@@ -171,8 +171,8 @@ def test_hidden_rows_cannot_be_guided_without_the_routes_they_belong_to():
 def test_bytes_per_token_are_those_of_the_formula(encoding):
     """width * (b + 8/16) / 8 a site and layer, 4 bytes for each outer scale (method.md 1.11).
 
-    Of syndrome6, rows of 32 keep 14 checks (12 and what fills the byte) and 2 scale parities, the
-    row of 128 keeps 48 and 8.
+    Of syndrome6, rows of 32 keep 14 checks and 2 scale parities (a byte a block), the row of 128
+    keeps 48 and 8.
     """
     _, guidance = recorded("float32")
     heads = CFG.num_heads * CFG.head_dim

@@ -2,7 +2,8 @@
 
 Each method is an arm of analysis/comparison.py that sees what it would have recorded of one FP4
 rollout. The trainer's kernels are this program's own (noise 0), or another engine's, emulated by
-relative noise ahead of its quantizers (models/layer_context.py). Where the rollout truncates, every
+relative noise ahead of its quantizers, or keep their activations in BF16, which is no emulation
+(models/layer_context.py). Where the rollout truncates, every
 gap holds what the trainer's whole softmax adds (analysis/attribution.py tells it apart).
 """
 
@@ -14,7 +15,7 @@ import numpy as np
 import tqdm
 from matplotlib.figure import Figure
 
-from trace_jax.analysis import comparison
+from trace_jax.analysis import comparison, record_bytes
 from trace_jax.analysis.comparison import Arm
 from trace_jax.analysis.plots import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILLION
 from trace_jax.guidance import mismatch
@@ -28,7 +29,9 @@ from trace_jax.rollout.sampler import Rollout
 from trace_jax.training.step import Trainer
 
 NOISE = (0.0, 0.002, 0.01, 0.03, 0.05, 0.1)
+BF16_ENGINE = None  # in the place of a noise: measured, activations kept in BF16 between operations
 COLUMNS = {
+    "bytes a token": "guidance_bytes",
     "codes": "code_rate",
     "codes, latter half": "code_rate_latter_half",
     "scales": "scale_rate",
@@ -97,11 +100,11 @@ def guided(settings: Settings, name: str, encoding: str, share: str = "all") -> 
     return Method(name, Arm(settings.quantized, recording), replay_routes=True)
 
 
-def emulated(settings: Settings, noise: float) -> EngineNoise:
-    """Relative noise in all layers."""
+def engine(settings: Settings, noise: float | None) -> EngineNoise:
+    """Relative noise in all layers, or BF16 activations."""
     layers = settings.cfg.num_layers
-    relative = jnp.full(layers, noise, jnp.float32)
-    return EngineNoise(jax.random.key(2), relative, jnp.zeros(layers, bool))
+    relative = jnp.full(layers, noise or 0.0, jnp.float32)
+    return EngineNoise(jax.random.key(2), relative, jnp.full(layers, noise is BF16_ENGINE))
 
 
 def measure(
@@ -110,7 +113,7 @@ def measure(
     params: dict,
     rollout: Rollout,
     method: Method,
-    noise: float,
+    noise: float | None,
 ) -> dict:
     """One row: the method, the noise, rates over all guided sites, log-prob gap, rates by layer."""
     arm = method.arm
@@ -118,10 +121,13 @@ def measure(
         params = comparison.weights(params, settings.quantized, settings.dtype, True)
     seen = jax.device_get(
         comparison.compare(
-            trainer, arm, params, rollout, emulated(settings, noise), method.replay_routes
+            trainer, arm, params, rollout, engine(settings, noise), method.replay_routes
         )
     )
     row = {"method": method.name, "noise": noise}
+    if arm.recording:
+        cfg, quantized = settings.cfg, settings.quantized
+        row["guidance_bytes"] = record_bytes.of_recording(arm.recording, cfg, quantized)
     row |= {name.split("/")[1]: float(value) for name, value in seen.metrics.items()}
     if seen.sites:
         depth, present = settings.cfg.num_layers, rollout.audit.layers
@@ -143,7 +149,7 @@ def own_rollout(settings: Settings, trainer: Trainer, params: dict, rollout: Rol
         audit=comparison.recording(settings, "codes"),
     )  # fmt: skip
     weights = comparison.weights(params, settings.quantized, settings.dtype, True)
-    out = jax.jit(reader.forward)(weights, rollout, emulated(settings, 0.0))
+    out = jax.jit(reader.forward)(weights, rollout, engine(settings, 0.0))
     logp_BT, _ = log_probs.next_token_log_probs(out.logits, rollout.tokens_BT, trainer.temperature)
     return dataclasses.replace(rollout, audit=out.recorded[0], logp_BT=logp_BT * rollout.mask_BT)
 
@@ -159,8 +165,9 @@ def table_of(settings: Settings, task: Task, params: dict, progress: bool = True
     rollouts = [(BF16, bf16), *((method, fp4) for method in methods(settings))]
     rows = []
     for method, rollout in tqdm.tqdm(rollouts, desc="methods", disable=not progress):
-        rows += [measure(settings, trainer, params, rollout, method, noise) for noise in NOISE]
-    rows.sort(key=lambda row: row["noise"])  # stable: methods stay in their order
+        engines = (BF16_ENGINE, *NOISE)
+        rows += [measure(settings, trainer, params, rollout, method, noise) for noise in engines]
+    rows.sort(key=lambda row: -1 if row["noise"] is BF16_ENGINE else row["noise"])  # stable
     own = own_rollout(settings, trainer, params, fp4)
     for encoding in ("codes", "low1", "low2"):
         replay = guided(settings, f"self-replay ({encoding})", encoding)
@@ -170,11 +177,15 @@ def table_of(settings: Settings, task: Task, params: dict, progress: bool = True
 
 def markdown(rows: list[dict]) -> str:
     """The rows as a table, one block a noise level."""
-    number = lambda value: "-" if value is None else f"{value:.2g}"
+
+    def number(value):
+        return "-" if value is None else str(value) if isinstance(value, int) else f"{value:.2g}"
+
     lines = ["| noise | method | " + " | ".join(COLUMNS) + " |", "|---" * (len(COLUMNS) + 2) + "|"]
     for row in rows:
         cells = [number(row.get(key)) for key in COLUMNS.values()]
-        lines.append(f"| {row['noise']:.1%} | {row['method']} | " + " | ".join(cells) + " |")
+        noise = "BF16" if row["noise"] is BF16_ENGINE else f"{row['noise']:.1%}"
+        lines.append(f"| {noise} | {row['method']} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
@@ -183,7 +194,7 @@ def figure(rows: list[dict]) -> Figure:
     drawing = Figure(figsize=(7.2, 3.2), layout="constrained", dpi=200)
     left, right = drawing.subplots(1, 2)
     for name, (color, line) in DRAWN.items():
-        mine = [row for row in rows if row["method"] == name]
+        mine = [row for row in rows if row["method"] == name and row["noise"] is not BF16_ENGINE]
         style = dict(color=color, label=name, marker="o", markersize=3, linestyle=line)
         for row in mine:
             if row["noise"] == 0.01 and "code_rate_by_layer" in row:

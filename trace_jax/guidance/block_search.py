@@ -1,9 +1,9 @@
-"""Parity checks over blocks of 32 values, decoded by trying every set of the most doubtful ones.
+"""Parity checks over blocks of 16 values, decoded by trying every set of the most doubtful ones.
 
-The columns of the check matrix (the checks that a value is in, as a binary word) all have odd
-weight: two errors never look like one. With 6 checks a block they are *all* words of odd weight,
-the extended Hamming code of distance 4; with more checks, words are taken in ascending order unless
-three taken ones add up to them, which makes the distance 6 (a lexicode: Conway and Sloane 1986).
+The columns of the check matrix (the checks that a value is in, as a binary word) are all different
+and of odd weight, so that two errors never look like one: distance 4, as of an extended Hamming
+code, where distinct columns alone have 3. Words are taken in ascending order unless three taken
+ones add up to them, as far as that goes (a lexicode: Conway and Sloane 1986); then the others.
 
 Letters: n values of a row, m checks, k checks of a block.
 """
@@ -14,36 +14,35 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-BLOCK, SMALL_BLOCK = 32, 16  # the small one for rows of 16, a head of 16
+BLOCK = 16
 CANDIDATES = 5  # the most doubtful values of a block: 2^5 sets are tried
 
 
 @functools.lru_cache
-def columns(size: int, k: int) -> np.ndarray:
-    """The words of k bits, int [size], that say in which checks each value of a block is."""
+def columns(k: int) -> np.ndarray:
+    """The words of k bits, int [16], that say in which checks each value of a block is."""
     words = [word for word in range(2**k) if word.bit_count() % 2]
     taken, sums = [], set()  # sums of three that are taken
     for word in words:
-        if word not in sums and len(taken) < size:
+        if word not in sums and len(taken) < BLOCK:
             sums |= {word ^ a ^ b for i, a in enumerate(taken) for b in taken[:i]}
             taken.append(word)
-    rest = [word for word in words if word not in taken] or words
-    return np.array((taken + rest * size)[:size])
+    rest = [word for word in words if word not in taken]
+    return np.array((taken + rest)[:BLOCK])
 
 
 @functools.lru_cache
 def code(n: int, m: int) -> tuple[np.ndarray, int]:
-    """(values of each check int [m, d], filled up with n; values of a block) of a row of n."""
-    size = min(n, BLOCK)
-    blocks, k = n // size, m // (n // size)
+    """(values of each check int [m, d], filled up with n; checks of a block) of a row of n."""
+    k = m // (n // BLOCK)
     members = [
-        [b * size + i for i, word in enumerate(columns(size, k)) if word >> check & 1]
-        for b in range(blocks)
+        [start + i for i, word in enumerate(columns(k)) if word >> check & 1]
+        for start in range(0, n, BLOCK)
         for check in range(k)
     ]
-    members += [[]] * (m - blocks * k)  # what does not go round is not used
+    members += [[]] * (m - len(members))  # what does not go round is not used
     degree = max(map(len, members))
-    return np.array([row + [n] * (degree - len(row)) for row in members]), size
+    return np.array([row + [n] * (degree - len(row)) for row in members]), k
 
 
 def flips(doubt: jax.Array, differs: jax.Array) -> jax.Array:
@@ -52,29 +51,28 @@ def flips(doubt: jax.Array, differs: jax.Array) -> jax.Array:
     doubt float32 [..., n] and differs uint8 [..., m] as in `syndrome.flips`.
     """
     n, m = doubt.shape[-1], differs.shape[-1]
-    _, size = code(n, m)
-    blocks, k = n // size, m // (n // size)
-    words = jnp.asarray(columns(size, k), jnp.int32)
-    place = jnp.arange(size).reshape(size, *[1] * doubt.ndim)
+    _, k = code(n, m)
+    blocks, words = n // BLOCK, jnp.asarray(columns(k), jnp.int32)
+    place = jnp.arange(BLOCK).reshape(BLOCK, *[1] * doubt.ndim)
     # Values, bits and blocks lead, so that everything below runs along rows.
     lead = lambda a, inner: jnp.moveaxis(a.reshape(*a.shape[:-1], blocks, inner), (-1, -2), (0, 1))
-    doubt = lead(doubt, size)
+    doubt = lead(doubt, BLOCK)
     bits = lead(differs[..., : blocks * k].astype(jnp.int32), k)
     wanted = jnp.sum(bits << jnp.arange(k).reshape(k, *[1] * (bits.ndim - 1)), axis=0)
 
     # Doubts as integers, in the same order, their last bits replaced by the place in the block.
-    key = jax.lax.bitcast_convert_type(doubt, jnp.int32) & -size | place
+    key = jax.lax.bitcast_convert_type(doubt, jnp.int32) & -BLOCK | place
     candidates = []  # (place, doubt, word), the most doubtful first
     for _ in range(CANDIDATES):
         least = jnp.min(key, axis=0)
-        at = least & (size - 1)
-        candidates.append((at, jax.lax.bitcast_convert_type(least & -size, jnp.float32), words[at]))
+        at = least & (BLOCK - 1)
+        doubt_of = jax.lax.bitcast_convert_type(least & -BLOCK, jnp.float32)
+        candidates.append((at, doubt_of, words[at]))
         key = jnp.where(key == least, jnp.iinfo(jnp.int32).max, key)
 
     chosen = jnp.zeros_like(wanted)  # a bit for each candidate
     cost = jnp.where(wanted == 0, 0.0, jnp.inf)
-    total, word = jnp.zeros_like(cost), wanted
-    subset = 0
+    total, word, subset = jnp.zeros_like(cost), wanted, 0
     for step in range(1, 2**CANDIDATES):  # in Gray's order: one candidate enters or leaves
         turned = (step & -step).bit_length() - 1
         subset ^= 1 << turned

@@ -10,7 +10,8 @@
     syndrome  3/16 bit  1 bit          as low1, while errors are few (guidance/syndrome.py)
     hash      16 bits a row            nothing; says whether a row was restored exactly
 syndrome2, syndrome4 and syndrome6 keep 2, 4 and 6 checks for 16 values. A row's checks and scale
-parities fill whole bytes: what is left over in the last goes to further checks. NVFP4's outer scale
+parities fill whole bytes: what is left over in the last goes to further checks. Rows shorter than
+128 values, where codes are weak, take a byte for 16 values whatever the name. NVFP4's outer scale
 is float32, one a row, wherever scales are kept in any form.
 Source: TRACE (arXiv 2610.07767) section 3.2 for codes and low1.
 """
@@ -78,6 +79,8 @@ def check_encoding(encoding: str) -> str:
 def checks_of(encoding: str, width: int, fmt: str) -> int:
     """Parity checks of a row of `width` values."""
     parities = width // BLOCK[fmt]
+    if width < syndrome.LONG:
+        return 8 * width // 16 - parities
     wanted = ENCODINGS[encoding].checks * width // 16 + parities
     return -(-wanted // 8) * 8 - parities
 
