@@ -79,17 +79,19 @@ def full_recording(settings: Settings) -> Recording:
     return record.recording("codes", sites, "all", layers, settings.quantized)
 
 
-def sample(settings: Settings, task: Task, params: dict, policy: Policy, recording) -> Rollout:
-    """One batch of training prompts at the configured temperature, recorded in full."""
+def sample(
+    settings: Settings, task: Task, params: dict, policy: Policy, recording, index: int = 0
+) -> Rollout:
+    """Training prompts, batch `index`, at the configured temperature, recorded in full."""
     s = settings.rollout
     tokens_BP, length_B, _ = batches.prompt_batch(
-        task, settings.tokenizer, 0, s.prompts, s.prompt_length, settings.seed
+        task, settings.tokenizer, index, s.prompts, s.prompt_length, settings.seed
     )
     tokens_BP, length_B = (np.repeat(a, s.completions, axis=0) for a in (tokens_BP, length_B))
     tokens, length, ids = on_mesh((tokens_BP, length_B, np.arange(s.batch)))
     sampler = dataclasses.replace(settings.evaluator(policy), recording=recording)
     packed = packing.pack_jit(params, policy, settings.dtype)
-    return sampler(packed, tokens, length, jax.random.key(1), ids, s.temperature)
+    return sampler(packed, tokens, length, jax.random.key(1 + index), ids, s.temperature)
 
 
 def measure(settings: Settings, params: dict, rollout: Rollout, arm: Arm, noise: float) -> dict:
