@@ -74,6 +74,9 @@ def get_config(model: str | None = None) -> ConfigDict:
                 drop_zero_variance=True,  # groups whose completions all scored alike
                 updates_per_rollout=1,
                 guided_updates=1,  # guidance is dropped after the first k updates on a rollout
+                # What the importance ratio is taken to: "rollout", the policy that sampled, or
+                # "trainer", the trainer before its first update on a rollout. "": "rollout".
+                old_log_probs="",
                 staleness=0,  # versions by which rollouts run ahead of training
                 max_staleness=3,
             ),

@@ -72,6 +72,7 @@ REFUSED = [  # (overrides, what the message must hold)
     ({"rl.updates_per_rollout": 0}, "config.rl.updates_per_rollout=0: must"),
     ({"rl.clip_low": 1.0}, "config.rl.clip_low=1.0: must lie in (0, 1)"),
     ({"rl.ratio_cap": 1.2}, "config.rl.ratio_cap=1.2: must exceed 1 + rl.clip_high = 1.28"),
+    ({"rl.old_log_probs": "old"}, "config.rl.old_log_probs='old': choose one of ('rollout', 'tr"),
     ({"rl.staleness": 4}, "config.rl.staleness=4: must lie between 0 and rl.max_staleness=3"),
     ({"warmup.learning_rate": -1.0}, "config.warmup.learning_rate=-1.0: must"),
     # The mesh.

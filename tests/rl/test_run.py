@@ -208,6 +208,15 @@ def test_guidance_is_dropped_after_the_first_update_on_a_rollout(tmp_path, monke
         assert 0 <= row["policy/clipped_share_last_update"] <= 1
 
 
+def test_the_trainers_own_old_log_probs(tmp_path):
+    """The ratio of the first update is 1 whatever the mismatch; that of the second one is not."""
+    unguided = {"method": "fp4_rollout", "steps": 2, "rl.updates_per_rollout": 2}
+    for row in tiny_run.go(tmp_path, unguided | {"rl.old_log_probs": "trainer"})[:-1]:
+        assert row["mismatch/logp_abs_mean"] > 1e-3
+        assert row["policy/importance_ratio"] == pytest.approx(1, abs=1e-6)
+        assert abs(row["policy/importance_ratio_last_update"] - 1) > 1e-5
+
+
 def test_rollouts_one_version_old(tmp_path):
     one_old = {"rl.staleness": 1, "steps": 3, "debug_nans": True}  # which a good run survives
     rows = tiny_run.go(tmp_path, TRACE_FULL | one_old)[:-1]

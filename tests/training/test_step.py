@@ -168,6 +168,50 @@ def test_an_update_descends_that_gradient(batch):
     assert state.step == 0  # a version may take several updates; the run counts them
 
 
+# -- the trainer's own old log-probs ---------------------------------------------------------------
+
+DECOUPLED = dataclasses.replace(TRAINER, old_log_probs="trainer")
+decoupled = jax.jit(jax.value_and_grad(DECOUPLED.loss, has_aux=True))
+
+
+def test_one_update_against_the_trainer_itself_is_the_policy_gradient(batch):
+    """Where both sides agree it is the gradient of the ratio to the rollout, too."""
+    (_, metrics), grads = decoupled(masters(), batch)
+    assert metrics["policy/importance_ratio"] == 1
+    assert metrics["policy/clipped_share"] == metrics["policy/capped_share"] == 0
+    _, bypassed = graded(masters(), batch)
+    for ours, theirs in zip(*map(jax.tree.leaves, (grads, bypassed)), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-4 * np.abs(theirs).max())
+    (_, metrics), _ = decoupled(moved(), batch)
+    assert metrics["policy/importance_ratio"] == 1
+    assert metrics["mismatch/logp_abs_mean"] > 0.1  # which the ratio does not carry
+
+
+def test_later_updates_compare_with_what_the_first_one_saw(batch):
+    """Carried log-probs of the old weights; at these they are the rollout's, which are not read."""
+    unread = dataclasses.replace(batch.rollout, logp_BT=batch.rollout.logp_BT - 3)
+    carried = DECOUPLED.with_old_log_probs(masters(), dataclasses.replace(batch, rollout=unread))
+    real = np.asarray(batch.rollout.mask_BT) == 1
+    np.testing.assert_allclose(carried.old_logp_BT[real], batch.rollout.logp_BT[real], atol=1e-5)
+    (loss, metrics), _ = decoupled(moved(), carried)
+    (expected, theirs), _ = graded(moved(), batch)
+    assert loss == pytest.approx(float(expected), rel=1e-4)
+    for name in ("importance_ratio", "clipped_share", "capped_share"):
+        assert metrics[f"policy/{name}"] == pytest.approx(float(theirs[f"policy/{name}"]), rel=1e-4)
+
+
+@pytest.mark.parametrize("guided", [True, False])
+def test_old_log_probs_follow_what_their_updates_follow(rollout, batch, guided):
+    """Guidance and noise included: before an update nothing was learned, and the ratio is 1."""
+    trainer = dataclasses.replace(DECOUPLED, engine_noise=0.02)
+    if not guided:
+        batch = dataclasses.replace(batch, rollout=dataclasses.replace(rollout, guidance=None))
+    metrics = metrics_of(trainer, trainer.with_old_log_probs(masters(), batch))
+    assert metrics["policy/importance_ratio"] == pytest.approx(1, abs=1e-6)
+    mismatched = metrics["mismatch/logp_abs_mean"] > 1e-2
+    assert mismatched != guided
+
+
 # -- emulated engines ------------------------------------------------------------------------------
 
 

@@ -288,10 +288,13 @@ class Loop:
         unguided = dataclasses.replace(
             batch, rollout=dataclasses.replace(batch.rollout, guidance=None)
         )
+        read = {True: batch, False: unguided}
+        if self.settings.old_log_probs == "trainer":
+            for guided in set(self.settings.guided[1:]):
+                read[guided] = self.trainer.with_old_log_probs(state.params, read[guided])
         metrics = None
-        for i in range(self.settings.rl.updates_per_rollout):
-            guided = i < self.settings.rl.guided_updates
-            state, this = self.trainer.update(state, batch if guided else unguided)
+        for guided in self.settings.guided:
+            state, this = self.trainer.update(state, read[guided])
             metrics = this if metrics is None else metrics | {"train/last_update": this}
         return dataclasses.replace(state, step=state.step + 1), metrics
 

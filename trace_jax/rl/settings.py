@@ -24,7 +24,7 @@ from trace_jax.rl.methods import Method
 from trace_jax.rl.tokenizer import ByteTokenizer, CheckpointTokenizer, Tokenizer
 from trace_jax.rollout.sampler import Sampler
 from trace_jax.training import state as train_state
-from trace_jax.training.step import Trainer, WarmUp
+from trace_jax.training.step import OLD_LOG_PROBS, Trainer, WarmUp
 
 
 def section(kind: type, config: Mapping, key: str):  # noqa: ANN201  (an instance of kind)
@@ -101,6 +101,7 @@ class RLSettings:
     drop_zero_variance: bool
     updates_per_rollout: int
     guided_updates: int
+    old_log_probs: str
     staleness: int
     max_staleness: int
 
@@ -111,6 +112,9 @@ class RLSettings:
         require(self.ratio_cap > 1 + self.clip_high, "rl.ratio_cap", self.ratio_cap, rule)
         require_above(0, self, "rl.", "learning_rate", "max_grad_norm", "updates_per_rollout")
         require_above(-1, self, "rl.", "guided_updates")
+        rule = f"choose one of {OLD_LOG_PROBS}, or '' for what the method needs"
+        chosen = self.old_log_probs
+        require(chosen in ("", *OLD_LOG_PROBS), "rl.old_log_probs", chosen, rule)
         rule = f"must lie between 0 and rl.max_staleness={self.max_staleness}"
         require(0 <= self.staleness <= self.max_staleness, "rl.staleness", self.staleness, rule)
 
@@ -194,6 +198,17 @@ class Settings:
             return self.quantized
         return self.quantized.only(weights=False, sites=()) if self.audit else NOTHING
 
+    @property
+    def old_log_probs(self) -> str:
+        """What the importance ratio is taken to (training/step.py)."""
+        return self.rl.old_log_probs or "rollout"
+
+    @property
+    def guided(self) -> tuple[bool, ...]:
+        """Whether each update on a rollout follows its guidance; none does where there is none."""
+        last = self.rl.guided_updates if self.recording else 0
+        return tuple(i < last for i in range(self.rl.updates_per_rollout))
+
     def sampler(self) -> Sampler:
         """The Sampler of training rollouts."""
         return dataclasses.replace(
@@ -224,6 +239,7 @@ class Settings:
             self.rl.clip_low,
             self.rl.clip_high,
             self.rl.ratio_cap,
+            self.old_log_probs,
             self.audit,
             self.engine_noise,
         )

@@ -24,6 +24,11 @@ from trace_jax.rollout import log_probs
 from trace_jax.rollout.sampler import Rollout
 from trace_jax.training.state import TrainState
 
+OLD_LOG_PROBS = (  # what the importance ratio is taken to
+    "rollout",  # the policy that sampled: one ratio carries staleness, mismatch and learning alike
+    "trainer",  # the trainer before its first update on the rollout: the ratio carries learning
+)
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +39,9 @@ class TrainBatch:
     advantage_B: jax.Array  # float32
     keep_B: jax.Array  # float32: 0 where the sequence's group is dropped from the loss
     noise_key: jax.Array  # of the emulated engine noise, unused without
+    # float32, nats: the trainer's own before its first update on this rollout. None: those of the
+    # update's own forward, which is right for the first one.
+    old_logp_BT: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +57,7 @@ class Trainer:
     clip_low: float
     clip_high: float
     ratio_cap: float
+    old_log_probs: str = "rollout"  # one of OLD_LOG_PROBS
     audit: Recording | None = None
     engine_noise: float = 0.0  # relative, emulated (models/layer_context.py)
 
@@ -74,7 +83,7 @@ class Trainer:
         mask_BT = rollout.mask_BT
         loss_sum, tokens, terms = losses.grpo(
             logp_BT,
-            rollout.logp_BT,
+            self.old_logp(logp_BT, batch),
             batch.advantage_B,
             mask_BT * batch.keep_B[:, None],
             clip_low=self.clip_low,
@@ -89,6 +98,23 @@ class Trainer:
         metrics["train/loss"] = loss
         metrics["policy/entropy_nats"] = jnp.sum(entropy_BT * mask_BT) / jnp.sum(mask_BT)
         return loss, metrics
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def with_old_log_probs(self, params: dict, batch: TrainBatch) -> TrainBatch:
+        """The batch with its tokens' log-probs under params, which several updates compare with.
+
+        They follow the batch's guidance where it carries any, as the updates on it will.
+        """
+        rollout = dataclasses.replace(batch.rollout, audit=None)  # nothing is compared here
+        out = self.forward(params, rollout, self.noise(batch.noise_key))
+        logp_BT, _ = log_probs.next_token_log_probs(out.logits, rollout.tokens_BT, self.temperature)
+        return dataclasses.replace(batch, old_logp_BT=logp_BT)
+
+    def old_logp(self, logp_BT: jax.Array, batch: TrainBatch) -> jax.Array:
+        """The log-probs [B, T] that the importance ratio is taken to; no gradient."""
+        if self.old_log_probs == "rollout":
+            return batch.rollout.logp_BT
+        return jax.lax.stop_gradient(logp_BT) if batch.old_logp_BT is None else batch.old_logp_BT
 
     def noise(self, key: jax.Array) -> EngineNoise | None:
         """The emulated noise of another engine, or None where there is none."""
