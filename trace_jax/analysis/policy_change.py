@@ -37,7 +37,7 @@ from trace_jax.training.state import TrainState
 from trace_jax.training.step import TrainBatch, Trainer
 
 LEARNING_RATES = (1e-4, 3e-4, 1e-3)
-UPDATES = (0, 1, 2, 4, 8)  # on the rollout that is scored
+UPDATES = (1, 2, 4, 8)  # on the rollout that is scored
 STALENESS = (1, 2, 3)  # updates on other rollouts
 NOISE = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)  # of the weights, relative to their rms
 NOISE_DRAWS = 3
