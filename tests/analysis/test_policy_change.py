@@ -35,6 +35,14 @@ def test_what_never_changes_has_neither():
     assert policy_change.correlation_with_mean(moving_N, still_N, still_N) is None
 
 
+def test_nothing_is_said_of_a_mean_on_which_its_halves_disagree():
+    truth_N = np.tile([0.1, -0.1], 4)
+    first_N, second_N = (np.tile(np.repeat([1.0, -1.0], n), 8 // (2 * n)) for n in (2, 4))
+    halves = truth_N + first_N, truth_N + second_N  # they correlate by 0.01
+    assert policy_change.slope_on_mean(truth_N, *halves) is None
+    assert policy_change.correlation_with_mean(truth_N, *halves) is None
+
+
 def test_noise_of_a_reading_does_not_flatten_the_slope_on_the_mean():
     truth_N = np.tile([1.0, -1.0], 8)
     first, second, own = (np.tile(np.repeat([1.0, -1.0], n), 16 // (2 * n)) for n in (2, 4, 8))

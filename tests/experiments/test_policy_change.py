@@ -98,4 +98,4 @@ def test_tables_and_figure_come_from_the_rows_alone(workdir, rows):
     assert len(heads) == 5
     assert FP4_MEAN in heads[0]
     assert (workdir / "figures/policy_change.png").stat().st_size > 1000
-    assert len(policy_change_report.figure(rows).axes) == 3
+    assert len(policy_change_report.figure(rows).axes) == 4

@@ -43,6 +43,7 @@ NOISE = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)  # of the weights, relative to thei
 NOISE_DRAWS = 3
 DITHER = 1e-3  # of the weights, relative to their rms
 COPIES = 8  # of the weights, dithered; half of them in each half
+LEAST_SHARED = 0.3  # of the halves' variance; below that nothing is said of their mean
 
 FP4, FP4_MEAN, BF16, FLOAT32 = "FP4 policy", "FP4 policy, mean", "BF16", "float32"
 UNGUIDED, UNGUIDED_REPLAY = "unguided", "unguided, routes replayed"
@@ -79,13 +80,13 @@ def correlation(change_N: np.ndarray, truth_N: np.ndarray) -> float | None:
 
 
 def slope_on_mean(change_N: np.ndarray, first_N: np.ndarray, second_N: np.ndarray) -> float | None:
-    """`slope` against what two noisy readings of one truth share; None where they share nothing.
+    """`slope` against what two noisy readings of one truth share; None where they share too little.
 
     cov(change, (first + second) / 2) / cov(first, second): noise of a reading, which would flatten
     an ordinary slope, is in neither covariance.
     """
-    shared = _covariance(first_N, second_N)
-    return _covariance(change_N, (first_N + second_N) / 2) / shared if shared > 0 else None
+    shared = _shared(first_N, second_N)
+    return shared and _covariance(change_N, (first_N + second_N) / 2) / shared
 
 
 def correlation_with_mean(
@@ -95,10 +96,17 @@ def correlation_with_mean(
 
     Its square is the share of a change's variance that is the truth's.
     """
-    shared, variance = _covariance(first_N, second_N), _covariance(change_N, change_N)
-    if not (shared > 0 and variance > 0):
+    shared, variance = _shared(first_N, second_N), _covariance(change_N, change_N)
+    if not (shared and variance):
         return None
     return _covariance(change_N, (first_N + second_N) / 2) / math.sqrt(shared * variance)
+
+
+def _shared(first_N: np.ndarray, second_N: np.ndarray) -> float | None:
+    """The readings' covariance, if it is LEAST_SHARED of their mean variance or more, else None."""
+    shared = _covariance(first_N, second_N)
+    variance = (_covariance(first_N, first_N) + _covariance(second_N, second_N)) / 2
+    return shared if shared > 0 and shared >= LEAST_SHARED * variance else None
 
 
 def _covariance(x_N: np.ndarray, y_N: np.ndarray) -> float:

@@ -118,41 +118,42 @@ def _table(head: list[str], lines: list[list[str]]) -> str:
 
 
 def figure(rows: list[dict]) -> Figure:
-    """Three panels: changes under noise; changes by updates; what of the FP4 change BF16 shows."""
-    drawing = Figure(figsize=(7.2, 3.3), layout="constrained", dpi=200)
-    noise, size, shared = drawing.subplots(1, 3)
+    """Four panels: changes under noise and by updates; what answers to what, by size of change."""
+    drawing = Figure(figsize=(7.2, 5.4), layout="constrained", dpi=200)
+    noise, size, answer, shared = drawing.subplots(2, 2).flat
+    answer.sharex(size)
+    shared.sharex(size)
+    shaken = moves(rows, "noise")
+    updated = [move for move in moves(rows, "updates") if move[-1] > 0]
+    truth = [average(rows, "updates", move, change.BF16, "abs_mean") for move in updated]
     for view, (color, marker) in STYLE.items():
-        look = dict(color=color, marker=marker, markersize=3.5, linewidth=1.0, label=view)
-        x = [move[-1] for move in moves(rows, "noise")]
-        y = [average(rows, "noise", move, view, "abs_mean") for move in moves(rows, "noise")]
-        if view != change.FP4_MEAN:
-            noise.plot(x, y, **look)
-        trained = [move for move in moves(rows, "updates") if move[-1] > 0]
-        truth = [average(rows, "updates", move, change.BF16, "abs_mean") for move in trained]
-        y = [average(rows, "updates", move, view, "abs_mean") for move in trained]
-        if view not in (change.BF16, change.FLOAT32):
-            size.plot(truth, y, **look | dict(linestyle="", alpha=0.75))
-            y = [average(rows, "updates", move, view, "bf16_correlation") for move in trained]
-            y = [np.nan if value is None else value for value in y]
-            shared.plot(truth, y, **look | dict(linestyle="", alpha=0.75))
-    reach = [value for value in truth if value]
-    size.plot([min(reach), max(reach)], [min(reach), max(reach)], color=BLACK, linewidth=0.8)
-    size.annotate("as BF16", (max(reach), max(reach)), fontsize=7, ha="right", va="top")
-    noise.set(xscale="log", yscale="log")
-    _finish(
-        noise, "Weights moved by noise", "noise / rms of the weights", "mean |log ratio| (nats)"
-    )
-    size.set(xscale="log", yscale="log")
-    _finish(
-        size, "By updates on the rollout", "BF16 mean |log ratio| (nats)", "mean |log ratio| (nats)"
-    )
-    shared.set(xscale="log", ylim=(-0.15, 1.02))
-    _finish(
-        shared, "Correlation with the BF16 change", "BF16 mean |log ratio| (nats)", "correlation"
-    )
+        look = dict(color=color, marker=marker, markersize=3, linewidth=1.0, label=view)
+        dots = look | dict(linestyle="", alpha=0.75)
+        y = [average(rows, "noise", move, view, "abs_mean") for move in shaken]
+        noise.plot([move[-1] for move in shaken], y, **look)
+        if view in (change.BF16, change.FLOAT32):
+            continue
+        for axes, field in (
+            (size, "abs_mean"), (answer, "mean_slope"), (shared, "bf16_correlation"),
+        ):  # fmt: skip
+            if not (axes is answer and view == change.FP4_MEAN):  # 1 by construction
+                y = [average(rows, "updates", move, view, field) for move in updated]
+                axes.plot(truth, [np.nan if value is None else value for value in y], **dots)
+    ends = [min(truth), max(truth)]
+    size.plot(ends, ends, color=BLACK, linewidth=0.8)
+    answer.axhline(1, color=BLACK, linewidth=0.8)
+    for axes in (noise, size, answer, shared):
+        axes.set(xscale="log")
+    noise.set(yscale="log")
+    size.set(yscale="log")
+    answer.set(ylim=(-0.05, 2.05))
+    shared.set(ylim=(-0.05, 1.02))
+    mean, as_bf16 = "mean |log ratio| (nats)", "BF16's mean |log ratio| (nats)"
+    _finish(noise, "Weights moved by noise", "noise / rms of the weights", mean)
+    _finish(size, "By updates on the rollout (line: as BF16)", as_bf16, mean)
+    _finish(answer, "Answer to the FP4 policy's mean change", as_bf16, "slope")
+    _finish(shared, "Agreement with BF16's change", as_bf16, "correlation")
     handles, labels = noise.get_legend_handles_labels()
-    handles += [line for line in size.lines if line.get_label() == change.FP4_MEAN]
-    labels += [change.FP4_MEAN]
     drawing.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=7, frameon=False)
     return drawing
 
