@@ -13,7 +13,6 @@ share drops out of their covariance. Letters: B sequences, T tokens, N completio
 
 import dataclasses
 import functools
-import math
 from collections.abc import Iterator
 
 import jax
@@ -21,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from trace_jax.analysis import change_statistics as stats
 from trace_jax.analysis import mismatch_table
 from trace_jax.guidance import record
 from trace_jax.guidance.policy import NOTHING
@@ -43,7 +43,6 @@ NOISE = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)  # of the weights, relative to thei
 NOISE_DRAWS = 3
 DITHER = 1e-3  # of the weights, relative to their rms
 COPIES = 8  # of the weights, dithered; half of them in each half
-LEAST_SHARED = 0.3  # of the halves' variance; below that nothing is said of their mean
 
 FP4, FP4_MEAN, BF16, FLOAT32 = "FP4 policy", "FP4 policy, mean", "BF16", "float32"
 UNGUIDED, UNGUIDED_REPLAY = "unguided", "unguided, routes replayed"
@@ -56,62 +55,6 @@ TRAINED = {  # name -> the views of the first update on a rollout and of those a
     CODES: (CODES, CODES),
     "low bit, first update only": (LOW_BIT, UNGUIDED_REPLAY),
 }
-
-
-# -- statistics of changes [N], nats ---------------------------------------------------------------
-
-
-def outside(change_N: np.ndarray, clip_low: float, clip_high: float) -> float:
-    """Share of tokens whose ratio e^change lies outside [1 - clip_low, 1 + clip_high]."""
-    ratio_N = np.exp(change_N)
-    return float(np.mean((ratio_N < 1 - clip_low) | (ratio_N > 1 + clip_high)))
-
-
-def slope(change_N: np.ndarray, truth_N: np.ndarray) -> float | None:
-    """What a change answers to one nat of truth: least squares; None for a constant truth."""
-    variance = _covariance(truth_N, truth_N)
-    return _covariance(change_N, truth_N) / variance if variance > 0 else None
-
-
-def correlation(change_N: np.ndarray, truth_N: np.ndarray) -> float | None:
-    """Pearson's; None where either is constant."""
-    scale = math.sqrt(_covariance(change_N, change_N) * _covariance(truth_N, truth_N))
-    return _covariance(change_N, truth_N) / scale if scale > 0 else None
-
-
-def slope_on_mean(change_N: np.ndarray, first_N: np.ndarray, second_N: np.ndarray) -> float | None:
-    """`slope` against what two noisy readings of one truth share; None where they share too little.
-
-    cov(change, (first + second) / 2) / cov(first, second): noise of a reading, which would flatten
-    an ordinary slope, is in neither covariance.
-    """
-    shared = _shared(first_N, second_N)
-    return shared and _covariance(change_N, (first_N + second_N) / 2) / shared
-
-
-def correlation_with_mean(
-    change_N: np.ndarray, first_N: np.ndarray, second_N: np.ndarray
-) -> float | None:
-    """`correlation` with what two noisy readings share; an estimate, it may pass 1.
-
-    Its square is the share of a change's variance that is the truth's.
-    """
-    shared, variance = _shared(first_N, second_N), _covariance(change_N, change_N)
-    if not (shared and variance):
-        return None
-    return _covariance(change_N, (first_N + second_N) / 2) / math.sqrt(shared * variance)
-
-
-def _shared(first_N: np.ndarray, second_N: np.ndarray) -> float | None:
-    """The readings' covariance, if it is LEAST_SHARED of their mean variance or more, else None."""
-    shared = _covariance(first_N, second_N)
-    variance = (_covariance(first_N, first_N) + _covariance(second_N, second_N)) / 2
-    return shared if shared > 0 and shared >= LEAST_SHARED * variance else None
-
-
-def _covariance(x_N: np.ndarray, y_N: np.ndarray) -> float:
-    x_N, y_N = np.asarray(x_N, float), np.asarray(y_N, float)
-    return float(np.mean((x_N - x_N.mean()) * (y_N - y_N.mean())))
 
 
 # -- views -----------------------------------------------------------------------------------------
@@ -137,7 +80,11 @@ def views(settings: Settings) -> dict[str, View]:
         learning_rate=0.0, max_grad_norm=settings.rl.max_grad_norm
     )
     base = dataclasses.replace(
-        settings.trainer(), audit=None, policy=settings.quantized, transformation=adam
+        settings.trainer(),
+        audit=None,
+        policy=settings.quantized,
+        transformation=adam,
+        old_log_probs="rollout",
     )
     layers = architecture.site_layers(settings.cfg)
     sites = mismatch_table.guided_patterns(settings)
@@ -326,14 +273,14 @@ def compare(
             "view": name,
             "mean": float(change_N.mean()),
             "abs_mean": float(np.abs(change_N).mean()),
-            "outside": outside(change_N, *clip),
-            "mean_slope": slope_on_mean(change_N, *halves_2N),
-            "mean_correlation": correlation_with_mean(change_N, *halves_2N),
+            "outside": stats.outside(change_N, *clip),
+            "mean_slope": stats.slope_on_mean(change_N, *halves_2N),
+            "mean_correlation": stats.correlation_with_mean(change_N, *halves_2N),
         }
         if name in new:
-            row["outside_rollout"] = outside(new[name] - rollout_N, *clip)
+            row["outside_rollout"] = stats.outside(new[name] - rollout_N, *clip)
         for key, truth in (("fp4", FP4), ("bf16", BF16)):
-            row[f"{key}_slope"] = slope(change_N, change[truth])
-            row[f"{key}_correlation"] = correlation(change_N, change[truth])
+            row[f"{key}_slope"] = stats.slope(change_N, change[truth])
+            row[f"{key}_correlation"] = stats.correlation(change_N, change[truth])
         rows.append(row)
     return rows
