@@ -73,7 +73,9 @@ def get_config(model: str | None = None) -> ConfigDict:
                 ratio_cap=5.0,  # on the importance ratio against the rollout's log-probs
                 drop_zero_variance=True,  # groups whose completions all scored alike
                 updates_per_rollout=1,
-                guided_updates=1,  # guidance is dropped after the first k updates on a rollout
+                # Guidance is dropped after the first k updates on a rollout. Beyond one, a trainer
+                # guided in all layers does not see its policy move: clipping cannot stop it.
+                guided_updates=1,
                 # What the importance ratio is taken to: "rollout", the policy that sampled, or
                 # "trainer", the trainer before its first update on a rollout. "": "rollout".
                 old_log_probs="",
