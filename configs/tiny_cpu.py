@@ -90,7 +90,9 @@ def get_config(model: str | None = None) -> ConfigDict:
                 head_tokens=64,  # recorded of each distribution, for score_centering
                 drop_zero_variance=True,  # groups whose completions all scored alike
                 updates_per_rollout=1,
-                guided_updates=1,  # guidance is dropped after the first k updates on a rollout
+                # Guidance is dropped after the first k updates on a rollout. Beyond one, a trainer
+                # guided in all layers does not see its policy move: clipping cannot stop it.
+                guided_updates=1,
                 # What the importance ratio is taken to: "rollout", the policy that sampled, or
                 # "trainer", the trainer before its first update on a rollout. "" takes the
                 # latter under a correction, which needs it.

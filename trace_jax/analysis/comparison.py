@@ -50,11 +50,11 @@ def sampler(settings: Settings, policy: Policy) -> Sampler:
     )
 
 
-def sample(settings: Settings, task: Task, params: dict, policy: Policy) -> Rollout:
-    """One batch of training prompts at the configured temperature; its full codes are its audit."""
+def sample(settings: Settings, task: Task, params: dict, policy: Policy, index: int = 0) -> Rollout:
+    """Rollout number `index` at the configured temperature; its full codes are its audit."""
     packed = packing.pack_jit(params, policy, settings.dtype)
     drawn = experience.sample(
-        settings, task, sampler(settings, policy), packed, 0, jax.random.key(1)
+        settings, task, sampler(settings, policy), packed, index, jax.random.key(1)
     )
     return dataclasses.replace(drawn, audit=drawn.guidance, guidance=None)
 
