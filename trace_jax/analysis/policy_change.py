@@ -75,7 +75,7 @@ class View:
 def views(settings: Settings) -> dict[str, View]:
     """The views by name; the trainer's with the configured engine noise, the others without."""
     # The learning rate is part of the state, so that all rates share one compiled update.
-    adam = optax.inject_hyperparams(train_state.optimizer, static_args="max_grad_norm")(
+    adam = optax.inject_hyperparams(train_state.clipped_adam, static_args="max_grad_norm")(
         learning_rate=0.0, max_grad_norm=settings.rl.max_grad_norm
     )
     base = dataclasses.replace(

@@ -22,18 +22,24 @@ class TrainState:
     step: jax.Array  # int32: RL steps done, which is also the policy's version
 
 
+def clipped_adam(
+    learning_rate: float | optax.Schedule | jax.Array, max_grad_norm: float
+) -> optax.GradientTransformation:
+    """Adam (0.9, 0.95) after clipping the global gradient norm."""
+    return optax.chain(
+        optax.clip_by_global_norm(max_grad_norm), optax.adam(learning_rate, b1=0.9, b2=0.95)
+    )
+
+
 @functools.cache
 def optimizer(
     learning_rate: float | optax.Schedule, max_grad_norm: float
 ) -> optax.GradientTransformation:
-    """Adam (0.9, 0.95) after clipping the global gradient norm.
+    """`clipped_adam`, the same one for the same arguments.
 
-    The same one for the same arguments, so that trainers that are made alike are equal, and compile
-    once.
+    So trainers that are made alike are equal, and compile once.
     """
-    return optax.chain(
-        optax.clip_by_global_norm(max_grad_norm), optax.adam(learning_rate, b1=0.9, b2=0.95)
-    )
+    return clipped_adam(learning_rate, max_grad_norm)
 
 
 def cosine(learning_rate: float, steps: int) -> optax.Schedule:
