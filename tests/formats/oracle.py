@@ -1,9 +1,10 @@
 """FP4 once more, slowly and in plain numpy, to hold the package against.
 
-Written from the equations of method.md 1.12 (order of operations), 1.6 (the table of the low bit)
-and 3.4 (MXFP4), and from no code of the package: rounding compares with midpoints, E4M3 is a table
-of 127 values, MXFP4 scales are searched for, neighbours are looked up. Every operation on float32
-arrays is one float32 rounding. Codes are one a byte, scales the bytes that the format stores.
+Written from the equations of method.md 1.12 (order of operations), 1.6 (the table of the low bit),
+2.14 (4/6) and 3.4 (MXFP4), and from no code of the package: rounding compares with midpoints, E4M3
+is a table of 127 values, MXFP4 scales are searched for, neighbours are looked up. Every operation
+on float32 arrays is one float32 rounding. Codes are one a byte, scales the bytes that the format
+stores.
 """
 
 from typing import NamedTuple
@@ -18,6 +19,7 @@ E4M3 = np.array(  # by byte 0..126; byte 127 is NaN
     [_EIGHTHS * 2.0**-6, *((1 + _EIGHTHS) * 2.0 ** (e - 7) for e in range(1, 16))], np.float32
 ).ravel()[:127]
 NAN_E4M3, NAN_E8M0 = 127, 255
+NV = {"nvfp4": 2688, "nvfp4_4over6": 1536}  # what the outer scale brings the largest value to
 
 # Table 1.6: bracket (codes) -> the magnitude that recorded low bit 0 picks, and low bit 1.
 LOW1 = {
@@ -79,14 +81,14 @@ def guided_codes(z: np.ndarray, recorded: np.ndarray, encoding: str) -> np.ndarr
 
 
 def decode_scales(scales: np.ndarray, fmt: str) -> np.ndarray:
-    if fmt == "nvfp4":
+    if fmt in NV:
         return np.append(E4M3, np.float32(np.nan))[scales]
     powers = 2.0 ** (scales.astype(np.float64) - 127)
     return np.where(scales == NAN_E8M0, np.nan, powers).astype(np.float32)
 
 
 def _blocks(x: np.ndarray, fmt: str) -> np.ndarray:
-    return x.reshape(*x.shape[:-1], -1, 16 if fmt == "nvfp4" else 32)
+    return x.reshape(*x.shape[:-1], -1, 16 if fmt in NV else 32)
 
 
 def _prefix(outer: np.ndarray, ndim: int) -> np.ndarray:
@@ -96,20 +98,46 @@ def _prefix(outer: np.ndarray, ndim: int) -> np.ndarray:
 def scales_of(x: np.ndarray, fmt: str, outer) -> tuple[np.ndarray, np.ndarray | None]:
     """Scale bytes [..., n/b] and outer scale of float32 x [..., n]; `outer` as in the package."""
     amax = np.max(np.abs(_blocks(x, fmt)), axis=-1)
-    if fmt != "nvfp4":
+    if fmt not in NV:
         return np.vectorize(lambda a: _e8m0_byte(float(a), fmt), otypes=[np.uint8])(amax), None
     with np.errstate(all="ignore"):
         if isinstance(outer, str):
             total = np.max(amax, axis=-1 if outer == "row" else None)
-            encoding = np.minimum(np.float32(2688) / total, FMAX)
+            encoding = np.minimum(np.float32(NV[fmt]) / total, FMAX)
             encoding = np.where((total == 0) | (encoding == 0), np.float32(1), encoding)
             outer = np.float32(1) / encoding
         else:
             outer = np.asarray(outer, np.float32)
             encoding = np.float32(1) / outer
+        if fmt == "nvfp4_4over6":
+            return _four_over_six(x, amax, _prefix(encoding, amax.ndim), outer), outer
         sixth = encoding * (np.float32(1) / np.float32(6))
-        scale = np.minimum(np.minimum(amax * _prefix(sixth, amax.ndim), FMAX), np.float32(448))
-    return np.where(np.isnan(scale), np.uint8(NAN_E4M3), nearest(E4M3, scale)), outer
+        return _e4m3_byte(amax * _prefix(sixth, amax.ndim)), outer
+
+
+def _e4m3_byte(scale: np.ndarray) -> np.ndarray:
+    scale = np.minimum(np.minimum(scale, FMAX), np.float32(448))
+    return np.where(np.isnan(scale), np.uint8(NAN_E4M3), nearest(E4M3, scale))
+
+
+def _four_over_six(x, amax, encoding, outer) -> np.ndarray:
+    """Of the two scale bytes of each block, that with the smaller error; of equals, map to 6."""
+    base = amax / np.float32(6) * encoding
+    candidates = [_e4m3_byte(base), _e4m3_byte(base * np.float32(1.5))]
+    six, four = (four_over_six_error(x, scales, encoding, outer) for scales in candidates)
+    return np.where(four < six, candidates[1], candidates[0])
+
+
+def four_over_six_error(x, scales, encoding, outer, dtype=np.float32) -> np.ndarray:
+    """Squared error [..., n/16] in units of the outer scale, value by value, each rounded once."""
+    codes = encode(normalise(x, scales, outer, "nvfp4"))
+    seen = _blocks(x, "nvfp4").astype(dtype) * encoding.astype(dtype)[..., None]
+    units = decode_scales(scales, "nvfp4").astype(dtype)[..., None]
+    squares = (_blocks(CODE_VALUES[codes], "nvfp4").astype(dtype) * units - seen) ** 2
+    total = squares[..., 0]
+    for i in range(1, 16):
+        total = total + squares[..., i]
+    return total
 
 
 def _e8m0_byte(amax: float, fmt: str) -> int:
@@ -169,7 +197,7 @@ def read(q) -> Quantized:
     packed = np.asarray(q.codes)
     codes = np.stack([packed & 15, packed >> 4], axis=-1).reshape(q.shape)
     scales = np.asarray(q.scales).view(np.uint8)
-    if q.fmt == "nvfp4":  # E4M3 has a NaN of each sign
+    if q.fmt in NV:  # E4M3 has a NaN of each sign
         scales = np.where(scales & 127 == NAN_E4M3, np.uint8(NAN_E4M3), scales)
     outer = None if q.outer is None else np.asarray(q.outer)
     return Quantized(codes, scales, outer, dequantize(codes, scales, outer, q.fmt))

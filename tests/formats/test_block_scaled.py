@@ -15,7 +15,7 @@ from trace_jax.formats import quantize as formats
 from trace_jax.formats.block_scaled import BlockScaled
 from trace_jax.guidance import quantizer
 
-FORMATS = ["nvfp4", "mxfp4", "mxfp4_floor"]
+FORMATS = ["nvfp4", "nvfp4_4over6", "mxfp4", "mxfp4_floor"]
 X = edges.draw(8 * 3 * 2, 64).reshape(8, 3, 2, 64)
 dequantize = jax.jit(block_scaled.dequantize)
 operand = jax.jit(block_scaled.operand, static_argnums=1)
@@ -39,11 +39,11 @@ def assert_identical(a, b):
 
 
 def test_shape_and_leaves(weights):
-    block = block_scaled.BLOCK[weights.fmt]
+    block, _, outer = block_scaled.FORMATS[weights.fmt]
     assert weights.shape == X.shape
     assert weights.codes.shape == (8, 3, 2, 32)
     assert weights.scales.shape == (8, 3, 2, 64 // block)
-    assert len(jax.tree.leaves(weights)) == (3 if weights.fmt == "nvfp4" else 2)
+    assert len(jax.tree.leaves(weights)) == 2 + outer
     names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(weights)]
     assert names == [".codes", ".scales", ".outer"][: len(names)]
 
@@ -156,7 +156,7 @@ class TestOperand:
         q = block_scaled.pack(jnp.asarray(codes), jnp.asarray(scales), jnp.float32(0.3), "nvfp4")
         exact = oracle.CODE_VALUES.astype(np.float64) * oracle.E4M3.astype(np.float64)[:, None]
         for dtype in (jnp.bfloat16, jnp.float32):
-            values, outer = operand(q, dtype)
+            values, outer, _ = operand(q, dtype)
             assert values.dtype == dtype
             np.testing.assert_array_equal(np.asarray(values).astype(np.float64), exact)
             assert outer == np.float32(0.3)
@@ -170,12 +170,12 @@ class TestOperand:
         scales = jax.lax.bitcast_convert_type(jnp.asarray(bytes_), jnp.float8_e8m0fnu)
         q = block_scaled.pack(jnp.asarray(codes), scales, None, fmt)
         exact = oracle.CODE_VALUES[codes] * 2.0 ** (bytes_.astype(np.float64) - 127)
-        values, outer = operand(q, jnp.bfloat16)
+        values, outer, _ = operand(q, jnp.bfloat16)
         np.testing.assert_array_equal(np.asarray(values).astype(np.float64), exact)
         assert outer is None
 
     def test_values_times_outer_are_the_dequantized_values(self, weights):
-        values, outer = operand(weights, jnp.bfloat16)
+        values, outer, _ = operand(weights, jnp.bfloat16)
         values = np.asarray(values, np.float64)
         if outer is not None:
             values = values * np.asarray(outer, np.float64)[..., None, None]

@@ -41,6 +41,10 @@ REFUSED = [  # (overrides, what the message must hold)
     ({"quantize": (("experts/*", "nvfp4"),)}, "pattern 'attention/*' matches nothing; sites: exp"),
     ({"guidance.sites": ()}, "config.guidance.sites=(): name one site pattern or more"),
     ({"guidance.encoding": "low3"}, "config.guidance: unknown guidance encoding 'low3': choose"),
+    (
+        {"quantize": (("*", "nvfp4_4over6"),), "guidance.encoding": "syndrome"},
+        "config.guidance: guidance encoding 'syndrome' names a block scale of nvfp4_4over6 by its",
+    ),
     ({"guidance.layers": "upper"}, "guidance.layers='upper': choose one of ['all'"),
     ({"guidance.layers": "latter_eighth"}, "of 2 layers has none of attention/in"),
     ({"guidance.audit_sequences": 17}, "config.guidance.audit_sequences=17: a rollout has 16"),

@@ -9,7 +9,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from trace_jax.formats.block_scaled import BLOCK
+from trace_jax.formats.block_scaled import FORMATS
 from trace_jax.guidance.policy import NOTHING, STATE, UNQUANTIZED, WEIGHT_SITE, Policy
 from trace_jax.models import architecture, cache, decoder, packing
 from trace_jax.models.architecture import ATTENTION, DELTA_NET, ModelConfig
@@ -45,7 +45,7 @@ class Part:
     @property
     def in_fp4(self) -> bool:
         """Whether its operands are FP4."""
-        return self.fmt in BLOCK
+        return self.fmt in FORMATS
 
 
 @dataclasses.dataclass(frozen=True)

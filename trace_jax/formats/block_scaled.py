@@ -17,12 +17,18 @@ import numpy as np
 from trace_jax.formats import e2m1
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
-BLOCK = {"nvfp4": 16, "mxfp4": 32, "mxfp4_floor": 32}
-SCALE_DTYPE = {
-    "nvfp4": jnp.float8_e4m3fn,
-    "mxfp4": jnp.float8_e8m0fnu,
-    "mxfp4_floor": jnp.float8_e8m0fnu,
-}
+
+
+class Format(NamedTuple):
+    """What a tensor of a format is made of."""
+
+    block: int  # values that share a block scale
+    scale: type  # dtype of block scales
+    outer: bool  # whether there is an outer scale
+
+
+NV, MX = Format(16, jnp.float8_e4m3fn, outer=True), Format(32, jnp.float8_e8m0fnu, outer=False)
+FORMATS = {"nvfp4": NV, "nvfp4_4over6": NV, "mxfp4": MX, "mxfp4_floor": MX}
 
 
 @jax.tree_util.register_dataclass
@@ -33,7 +39,7 @@ class BlockScaled:
     codes: jax.Array  # uint8 [..., n/2], element 2i in the low nibble
     scales: jax.Array  # float8_e4m3fn [..., n/16] (nvfp4) or float8_e8m0fnu [..., n/32] (mxfp4)
     outer: jax.Array | None  # float32, decoding scale, a prefix of the leading axes; None for mxfp4
-    fmt: str = dataclasses.field(default="nvfp4", metadata=dict(static=True))  # a key of BLOCK
+    fmt: str = dataclasses.field(default="nvfp4", metadata=dict(static=True))  # a key of FORMATS
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -3,14 +3,14 @@
 import jax
 import jax.numpy as jnp
 
-from trace_jax.formats import bits, block_scaled, e2m1, mxfp4, nvfp4
-from trace_jax.formats.block_scaled import BLOCK, BlockScaled
+from trace_jax.formats import bits, block_scaled, e2m1, four_over_six, mxfp4, nvfp4
+from trace_jax.formats.block_scaled import FORMATS, BlockScaled
 
 
 def check_format(fmt: str) -> str:
     """fmt itself. Raises ValueError, listing the choices, when it is not a format."""
-    if fmt not in BLOCK:
-        raise ValueError(f"unknown FP4 format {fmt!r}: choose one of {sorted(BLOCK)}")
+    if fmt not in FORMATS:
+        raise ValueError(f"unknown FP4 format {fmt!r}: choose one of {sorted(FORMATS)}")
     return fmt
 
 
@@ -18,6 +18,8 @@ def scales_of(x: jax.Array, fmt: str, outer: str | jax.Array) -> tuple[jax.Array
     """Block scales and outer scale (None for MXFP4) of x [..., n] in the named format."""
     if check_format(fmt) == "nvfp4":
         return nvfp4.scales_of(x, outer)
+    if fmt == four_over_six.NAME:
+        return four_over_six.scales_of(x, outer)
     return mxfp4.scales_of(x, fmt), None
 
 
@@ -26,6 +28,7 @@ def scales_of_parity(x: jax.Array, fmt: str, outer: jax.Array | None, odd: jax.A
 
     odd: uint8 [..., n/b]. Neighbouring scales differ in the low bit of their code, so where x's own
     has the wrong one, a neighbour is meant: the one on the side to which the unrounded scale leans.
+    Not for 4/6, where the other side may have taken a scale 1.5 times as large.
     """
     given = None if outer is None else jnp.where(outer == 0, 1, outer)
     scales, _ = scales_of(x, fmt, given)

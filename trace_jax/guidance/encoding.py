@@ -11,7 +11,7 @@
     hash      16 bits a row            nothing; says whether a row was restored exactly
 syndrome2, syndrome4 and syndrome6 keep 2, 4 and 6 checks for 16 values. A row's checks and scale
 parities fill whole bytes: what is left over in the last goes to further checks. NVFP4's outer scale
-is float32, one a row, wherever scales are kept in any form.
+is float32, one a row, wherever scales are kept in any form. Parities do not name the scales of 4/6.
 Source: TRACE (arXiv 2610.07767) section 3.2 for codes and low1.
 """
 
@@ -21,8 +21,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trace_jax.formats import bits, block_scaled, e2m1
-from trace_jax.formats.block_scaled import BLOCK, BlockScaled
+from trace_jax.formats import bits, block_scaled, e2m1, four_over_six
+from trace_jax.formats.block_scaled import FORMATS, BlockScaled
 from trace_jax.guidance import syndrome
 
 RECORDED, PARITY, OWN = "recorded", "parity", "own"
@@ -66,18 +66,27 @@ class Guide:
     encoding: str = dataclasses.field(metadata=dict(static=True))
 
 
-def check_encoding(encoding: str) -> str:
-    """encoding itself. Raises ValueError, listing the choices, when no trainer can follow it."""
+def check_encoding(encoding: str, fmt: str = "") -> str:
+    """encoding itself. Raises ValueError, listing the choices, when no trainer can follow it.
+
+    fmt: what it is to be kept of, where that is known.
+    """
     if encoding not in ENCODINGS:
         raise ValueError(
             f"unknown guidance encoding {encoding!r}: choose one of {sorted(ENCODINGS)}"
+        )
+    if fmt == four_over_six.NAME and ENCODINGS[encoding].scales == PARITY:
+        recorded = sorted(name for name, of in ENCODINGS.items() if of.scales != PARITY)
+        raise ValueError(
+            f"guidance encoding {encoding!r} names a block scale of {fmt} by its parity, which "
+            f"does not tell a block that maps to 4 from one that maps to 6: take one of {recorded}"
         )
     return encoding
 
 
 def checks_of(encoding: str, width: int, fmt: str) -> int:
     """Parity checks of a row of `width` values."""
-    parities = width // BLOCK[fmt]
+    parities = width // FORMATS[fmt].block
     wanted = ENCODINGS[encoding].checks * width // 16 + parities
     return -(-wanted // 8) * 8 - parities
 
@@ -86,8 +95,8 @@ def row_bytes(encoding: str, width: int, fmt: str) -> int:
     """Bytes that a Guide takes for a row of `width` values with an outer scale of its own."""
     if encoding == HASH:
         return 2
-    of, blocks = ENCODINGS[check_encoding(encoding)], width // BLOCK[fmt]
-    outer = 4 if fmt == "nvfp4" and of.scales != OWN else 0
+    of, blocks = ENCODINGS[check_encoding(encoding, fmt)], width // FORMATS[fmt].block
+    outer = 4 if FORMATS[fmt].outer and of.scales != OWN else 0
     scales = blocks if of.scales == RECORDED else 0
     if of.checks:
         return (checks_of(encoding, width, fmt) + blocks) // 8 + outer
@@ -98,7 +107,7 @@ def encode(q: BlockScaled, encoding: str) -> Guide:
     """The Guide that the rollout keeps of q. Raises ValueError for an unknown encoding."""
     if encoding == HASH:
         return Guide(_hash(q), None, None, q.fmt, encoding)
-    of = ENCODINGS[check_encoding(encoding)]
+    of = ENCODINGS[check_encoding(encoding, q.fmt)]
     kept = None
     if of.checks:
         kept = _syndrome(q, checks_of(encoding, q.shape[-1], q.fmt))

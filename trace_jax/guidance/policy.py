@@ -23,7 +23,7 @@ import difflib
 import fnmatch
 from collections.abc import Iterable
 
-from trace_jax.formats.block_scaled import BLOCK
+from trace_jax.formats.block_scaled import FORMATS
 from trace_jax.formats.quantize import check_format
 
 SITES = (
@@ -156,4 +156,4 @@ def resolve(rules: Rules, among: Iterable[str]) -> Policy:
 
 def block(fmt: str) -> int:
     """Values that share a block scale in a format."""
-    return BLOCK[check_format(fmt)]
+    return FORMATS[check_format(fmt)].block
