@@ -31,7 +31,7 @@ def test_every_bit_comes_back(dtype, held):
 
 @pytest.mark.parametrize("fmt", block_scaled.FORMATS)
 def test_zeros_of_a_buffer_decode_to_zeros(fmt):
-    block, dtype, outer = block_scaled.FORMATS[fmt]
+    block, dtype, outer, _ = block_scaled.FORMATS[fmt]
     scales = bits.restore(jnp.zeros((2, 2), bits.dtype_of(dtype)), dtype)
     codes = jnp.zeros((2, 2 * block), jnp.uint8)
     q = block_scaled.pack(codes, scales, jnp.zeros(2, jnp.float32) if outer else None, fmt)

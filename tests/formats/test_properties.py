@@ -97,12 +97,14 @@ def test_no_value_of_the_block_lies_nearer(fmt, x):
     unit = _factors(q)
     blocks = x.reshape(*unit.shape[:2], -1).astype(np.float64)
     error = np.abs(np.asarray(values).reshape(blocks.shape) - blocks)
-    distances = np.abs(blocks[..., None] - unit[..., None] * oracle.CODE_VALUES)
+    grid = oracle.grid_of(fmt)
+    distances = np.abs(blocks[..., None] - unit[..., None] * np.concatenate([grid, -grid]))
     assert np.all(error <= distances.min(-1) + 1e-6 * (np.abs(blocks) + unit))
     # Half a step of the grid, where the grid reaches.
     z = np.abs(blocks) / np.where(unit > 0, unit, np.inf)
-    half_step = np.where(z < 2, 0.25, np.where(z < 4, 0.5, 1))
-    reached = (z <= 6) & (unit > 0)
+    low = np.clip(np.searchsorted(grid, z, side="right") - 1, 0, len(grid) - 2)
+    reached = (z <= grid[-1]) & (unit > 0)
+    half_step = (grid[low + 1] - grid[low]) / 2
     assert np.all((error <= half_step * unit * (1 + 1e-6))[reached])
-    if fmt == "mxfp4":
-        assert np.all(z <= 6)
+    if fmt in ("mxfp4", "mxfp8"):
+        assert np.all(z <= grid[-1])

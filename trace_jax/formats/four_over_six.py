@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trace_jax.formats import block_scaled, e2m1, nvfp4
+from trace_jax.formats import block_scaled, e2m1, e4m3, nvfp4
 from trace_jax.formats.block_scaled import FLOAT32_MAX, BlockScaled
 
 NAME = "nvfp4_4over6"
@@ -56,15 +56,15 @@ def scales_of(x: jax.Array, outer: str | jax.Array = "row") -> tuple[jax.Array, 
 
 def _rounded(scale):
     """E4M3, clamped before the cast."""
-    clamped = jnp.minimum(jnp.minimum(scale, FLOAT32_MAX), nvfp4.E4M3_MAX)
+    clamped = jnp.minimum(jnp.minimum(scale, FLOAT32_MAX), e4m3.MAX)
     return clamped.astype(jnp.float8_e4m3fn)
 
 
 def _error(x, seen, scales, outer):
     """Squared error float32 [..., n/16] of x rounded under block scales, in units of the outer."""
     codes = e2m1.encode(block_scaled.normalise(x, scales, outer))
-    values = block_scaled.scaled_codes(codes, scales.astype(jnp.float32)).reshape(seen.shape)
-    squares = jax.lax.optimization_barrier(jnp.square(values - seen))
+    values = block_scaled.scaled_codes(codes, scales.astype(jnp.float32), e2m1)
+    squares = jax.lax.optimization_barrier(jnp.square(values.reshape(seen.shape) - seen))
     return functools.reduce(jnp.add, (squares[..., i] for i in range(nvfp4.BLOCK)))
 
 

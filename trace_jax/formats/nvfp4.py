@@ -14,13 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trace_jax.formats import block_scaled, e2m1
+from trace_jax.formats import block_scaled, e2m1, e4m3
 from trace_jax.formats.block_scaled import FLOAT32_MAX, BlockScaled
 
 BLOCK = 16
-E4M3_MAX = 448.0
-LARGEST_SCALE = 0x7E  # the code of 448
-RANGE = np.float32(e2m1.MAX * E4M3_MAX)
+RANGE = np.float32(e2m1.MAX * e4m3.MAX)
 dequantize = block_scaled.dequantize
 
 
@@ -73,7 +71,7 @@ def unrounded(x: jax.Array, outer: jax.Array) -> jax.Array:
 
 def _unrounded(magnitude, encoding):
     factor = block_scaled.expand_prefix(encoding * np.float32(1 / 6), magnitude.ndim)
-    return jnp.minimum(jnp.minimum(magnitude * factor, FLOAT32_MAX), E4M3_MAX)
+    return jnp.minimum(jnp.minimum(magnitude * factor, FLOAT32_MAX), e4m3.MAX)
 
 
 def quantize(x: jax.Array, outer: str | jax.Array = "row") -> BlockScaled:
