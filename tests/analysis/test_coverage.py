@@ -27,6 +27,7 @@ RULES = {
     "experts and k": [("experts/*", "nvfp4"), ("attention/k", "nvfp4")],
     "all nvfp4": [("*", "nvfp4")],
     "all mxfp4": [("*", "mxfp4")],
+    "w4a8": [("*", "mxfp4_w4a8")],
     "mixed": [("attention/out", "mxfp4_floor"), ("*/in", "nvfp4"), ("*/v", "mxfp4")],
 }
 POLICIES = {name: resolve(rules, architecture.sites(TINY)) for name, rules in RULES.items()}
@@ -127,6 +128,22 @@ def test_nothing_quantized_is_bf16_but_for_router_and_norms():
     assert found.kv_bytes_per_token == found.kv_bytes_per_token_bf16
 
 
+def test_w4a8_saves_the_bytes_of_fp4_and_none_of_its_flops():
+    cfg = dataclasses.replace(SMALL, head_dim=32, moe_intermediate_size=32)
+    rules = {
+        name: resolve([("*", name)], architecture.sites(cfg)) for name in ("mxfp4", "mxfp4_w4a8")
+    }
+    w4a4, w4a8 = (coverage(policy, cfg, kv_length=8) for policy in rules.values())
+    for quantity in ("parameters", "weight_bytes"):
+        assert w4a8.share(quantity) == w4a4.share(quantity) > 0.3
+    attention = sum(
+        part.flops for part in w4a8.parts if part.name in ("attention/k", "attention/v")
+    )
+    assert w4a8.share("flops") == attention / w4a8.total("flops")
+    assert w4a8.kv_bytes_per_token == w4a4.kv_bytes_per_token
+    assert [part.formats for part in w4a8.parts[:3]] == ["mxfp4 x mxfp8", "mxfp4", "mxfp4"]
+
+
 def test_only_attention_grows_with_the_positions_attended():
     short, long = (coverage(EXPERTS_AND_K, TINY, length) for length in (1, 65))
     for a, b in zip(short.parts, long.parts, strict=True):
@@ -161,5 +178,5 @@ def test_bad_input_is_named():
     with pytest.raises(ValueError, match="kv_length=0: must be at least 1"):
         coverage(NOTHING, TINY, kv_length=0)
     odd = dataclasses.replace(TINY, moe_intermediate_size=24)
-    with pytest.raises(ValueError, match="is 24, not a multiple of the FP4 block 16; pad it to 32"):
+    with pytest.raises(ValueError, match="is 24, not a multiple of the block 16; pad it to 32"):
         coverage(EXPERTS_AND_K, odd, kv_length=1)

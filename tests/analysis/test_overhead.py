@@ -1,5 +1,6 @@
 """Paired timing by a clock that the programs turn themselves; bytes against worked examples."""
 
+import itertools
 import json
 
 import jax
@@ -63,8 +64,13 @@ def test_a_machine_that_slows_down_leaves_the_median_ratio_near_one(monkeypatch)
     assert paired.ratio("cpu")["median"] == pytest.approx(1, abs=1e-3)
 
 
-@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
-@pytest.mark.parametrize("encoding", encodings.ENCODINGS)
+@pytest.mark.parametrize(
+    ("fmt", "encoding"),
+    [
+        *itertools.product(["nvfp4", "mxfp4"], encodings.ENCODINGS),
+        *itertools.product(["nvfp4_4over6", "mxfp4_w4a8"], ["codes", "low1", "low2"]),
+    ],
+)
 def test_every_site_holds_the_bytes_of_the_formula(encoding, fmt):
     cfg = small_model.CFG
     quantized = policy.resolve([("*", fmt)], architecture.sites(cfg))

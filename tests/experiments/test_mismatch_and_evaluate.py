@@ -156,6 +156,20 @@ def test_evaluation_of_a_checkpoint(workdir, tmp_path, capsys):
     assert results["guided/logp_abs_mean"] <= results["guided/logp_abs_max"] < 1e-4
 
 
+@pytest.mark.parametrize("method", ["bf16", "trace"])
+def test_what_was_trained_in_bf16_is_quantized_afterwards_in_4_6(method, tmp_path):
+    """Post-hoc quantization: the run knew nothing of the format, nor of the method."""
+    tiny_run.go(tmp_path, {"steps": 2, "method": "bf16"})
+    (trained,) = read_metrics(tmp_path)[-1:]
+    overrides = {"method": method, "engine_noise": 0.0, "quantize": (("*", "nvfp4_4over6"),)}
+    evaluate.main(tiny_run.config(overrides), tmp_path)
+    results = json.loads((tmp_path / "evaluation.json").read_text())
+    assert results["step"] == 2
+    assert results["eval/accuracy_bf16"] == trained["eval/accuracy_bf16"]
+    assert 0 <= results["eval/accuracy_fp4"] <= 1
+    assert results["guided/same_choice"] == 1
+
+
 def test_nothing_to_evaluate(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no checkpoint in .*; train one with experiments"):
         evaluate.main(tiny_run.config(), tmp_path)

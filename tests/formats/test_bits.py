@@ -29,12 +29,11 @@ def test_every_bit_comes_back(dtype, held):
         np.testing.assert_array_equal(np.asarray(result).view(np.uint8), raw.view(np.uint8))
 
 
-@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
+@pytest.mark.parametrize("fmt", block_scaled.FORMATS)
 def test_zeros_of_a_buffer_decode_to_zeros(fmt):
-    dtype = block_scaled.SCALE_DTYPE[fmt]
+    block, dtype, outer, _ = block_scaled.FORMATS[fmt]
     scales = bits.restore(jnp.zeros((2, 2), bits.dtype_of(dtype)), dtype)
-    outer = jnp.zeros(2, jnp.float32) if fmt == "nvfp4" else None
-    codes = jnp.zeros((2, 2 * block_scaled.BLOCK[fmt]), jnp.uint8)
-    q = block_scaled.pack(codes, scales, outer, fmt)
+    codes = jnp.zeros((2, 2 * block), jnp.uint8)
+    q = block_scaled.pack(codes, scales, jnp.zeros(2, jnp.float32) if outer else None, fmt)
     assert not block_scaled.dequantize(q).any()
     assert not block_scaled.operand(q, jnp.bfloat16).values.any()

@@ -15,7 +15,7 @@ from trace_jax.formats import quantize as formats
 from trace_jax.formats.block_scaled import BlockScaled
 from trace_jax.guidance import quantizer
 
-FORMATS = ["nvfp4", "mxfp4", "mxfp4_floor"]
+FORMATS = list(block_scaled.FORMATS)
 X = edges.draw(8 * 3 * 2, 64).reshape(8, 3, 2, 64)
 dequantize = jax.jit(block_scaled.dequantize)
 operand = jax.jit(block_scaled.operand, static_argnums=1)
@@ -39,11 +39,11 @@ def assert_identical(a, b):
 
 
 def test_shape_and_leaves(weights):
-    block = block_scaled.BLOCK[weights.fmt]
+    block, _, outer, element = block_scaled.FORMATS[weights.fmt]
     assert weights.shape == X.shape
-    assert weights.codes.shape == (8, 3, 2, 32)
+    assert weights.codes.shape == (8, 3, 2, 8 * element.BITS)
     assert weights.scales.shape == (8, 3, 2, 64 // block)
-    assert len(jax.tree.leaves(weights)) == (3 if weights.fmt == "nvfp4" else 2)
+    assert len(jax.tree.leaves(weights)) == 2 + outer
     names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(weights)]
     assert names == [".codes", ".scales", ".outer"][: len(names)]
 
@@ -123,7 +123,7 @@ def test_leading_axes_on_devices(weights):
         weights.fmt,
     )
     both = jax.device_put(weights, jax.tree.map(lambda s: NamedSharding(mesh, s), spec))
-    assert both.codes.addressable_shards[0].data.shape == (2, 3, 1, 32)
+    assert both.codes.addressable_shards[0].data.shape == (2, 3, 1, weights.codes.shape[-1])
     oracle.assert_same_bits(dequantize(both), dequantize(weights))
 
 
@@ -156,7 +156,7 @@ class TestOperand:
         q = block_scaled.pack(jnp.asarray(codes), jnp.asarray(scales), jnp.float32(0.3), "nvfp4")
         exact = oracle.CODE_VALUES.astype(np.float64) * oracle.E4M3.astype(np.float64)[:, None]
         for dtype in (jnp.bfloat16, jnp.float32):
-            values, outer = operand(q, dtype)
+            values, outer, _ = operand(q, dtype)
             assert values.dtype == dtype
             np.testing.assert_array_equal(np.asarray(values).astype(np.float64), exact)
             assert outer == np.float32(0.3)
@@ -170,12 +170,24 @@ class TestOperand:
         scales = jax.lax.bitcast_convert_type(jnp.asarray(bytes_), jnp.float8_e8m0fnu)
         q = block_scaled.pack(jnp.asarray(codes), scales, None, fmt)
         exact = oracle.CODE_VALUES[codes] * 2.0 ** (bytes_.astype(np.float64) - 127)
-        values, outer = operand(q, jnp.bfloat16)
+        values, outer, _ = operand(q, jnp.bfloat16)
+        np.testing.assert_array_equal(np.asarray(values).astype(np.float64), exact)
+        assert outer is None
+
+    def test_every_e4m3_code_at_every_power_of_two_is_exact_in_bfloat16(self):
+        # Scales whose products with 2^-9 and 448 are normal numbers of float32.
+        bytes_ = np.arange(10, 246, dtype=np.uint8)[:, None]
+        codes = np.delete(np.arange(256, dtype=np.uint8), [127, 255])
+        codes = np.tile(np.append(codes, [0, 0]), (len(bytes_), 1))
+        scales = jax.lax.bitcast_convert_type(jnp.asarray(bytes_.repeat(8, 1)), jnp.float8_e8m0fnu)
+        q = block_scaled.pack(jnp.asarray(codes), scales, None, "mxfp8")
+        exact = oracle.CODE_VALUES_8[codes] * 2.0 ** (bytes_.astype(np.float64) - 127)
+        values, outer, _ = operand(q, jnp.bfloat16)
         np.testing.assert_array_equal(np.asarray(values).astype(np.float64), exact)
         assert outer is None
 
     def test_values_times_outer_are_the_dequantized_values(self, weights):
-        values, outer = operand(weights, jnp.bfloat16)
+        values, outer, _ = operand(weights, jnp.bfloat16)
         values = np.asarray(values, np.float64)
         if outer is not None:
             values = values * np.asarray(outer, np.float64)[..., None, None]

@@ -136,7 +136,7 @@ def test_the_first_field_is_in_the_low_end(bits, fields, packed):
     np.testing.assert_array_equal(e2m1.unpack_bits(result, bits), fields)
 
 
-@pytest.mark.parametrize("bits", [1, 2, 4])
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
 def test_every_byte_comes_back(bits):
     packed = jnp.arange(256, dtype=jnp.uint8).reshape(2, 4, 32)
     fields = jax.jit(e2m1.unpack_bits, static_argnums=1)(packed, bits)

@@ -15,7 +15,7 @@ from tests.formats import edges, oracle
 from trace_jax.formats import block_scaled
 from trace_jax.formats import quantize as formats
 
-FORMATS = ["nvfp4", "mxfp4", "mxfp4_floor"]
+FORMATS = list(block_scaled.FORMATS)
 # Sixteen rows of edge cases, wide enough that eight devices can hold whole blocks of each.
 ROWS = np.concatenate([edges.EDGES, edges.draw(16, 192), np.zeros((16, 256), np.float32)], axis=1)
 FINITE = np.where(np.isfinite(ROWS) & (np.abs(ROWS) < 1e30), ROWS, np.float32(-1.25))
@@ -24,10 +24,14 @@ CASES = [
     ("nvfp4", "row"),
     ("nvfp4", "tensor"),
     ("nvfp4", GIVEN),
+    ("nvfp4_4over6", "row"),
+    ("nvfp4_4over6", "tensor"),
+    ("nvfp4_4over6", GIVEN),
     ("mxfp4", "row"),
     ("mxfp4_floor", "row"),
+    ("mxfp8", "row"),
 ]
-IDS = ["nvfp4-row", "nvfp4-tensor", "nvfp4-given", "mxfp4", "mxfp4_floor"]
+IDS = [f"{fmt}-{outer if isinstance(outer, str) else 'given'}" for fmt, outer in CASES]
 
 
 def quantize(x, fmt, outer):

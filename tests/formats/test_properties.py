@@ -21,21 +21,16 @@ NUMBERS = st.one_of(
 TENSORS = npst.arrays(np.float32, SHAPE, elements=NUMBERS, fill=st.just(np.float32(0.7)))
 FEW = settings(max_examples=25)
 
-every_format = pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4", "mxfp4_floor"])
+every_format = pytest.mark.parametrize("fmt", block_scaled.FORMATS)
 
 
-@jax.jit
-def _nvfp4_given(x, outer):
-    q = formats.quantize(x, "nvfp4", outer)
+def _quantize(x, fmt, outer="row"):
+    q = formats.quantize(x, fmt, outer)
     return q, block_scaled.dequantize(q)
 
 
-def _quantize(x, fmt):
-    q = formats.quantize(x, fmt)
-    return q, block_scaled.dequantize(q)
-
-
-_quantize = jax.jit(_quantize, static_argnums=1)
+_quantize_given = jax.jit(_quantize, static_argnums=1)
+_quantize = jax.jit(_quantize, static_argnums=(1, 2))
 
 
 def _factors(q):
@@ -48,9 +43,10 @@ def _factors(q):
 @given(x=TENSORS)
 def test_idempotent(fmt, x):
     q, values = _quantize(x, fmt)
-    again = _nvfp4_given(values, q.outer)[1] if fmt == "nvfp4" else _quantize(values, fmt)[1]
+    given = block_scaled.FORMATS[fmt].outer
+    again = (_quantize_given(values, fmt, q.outer) if given else _quantize(values, fmt))[1]
     # A subnormal E4M3 scale may leave 6 out of reach, and the next scale is then another one.
-    normal = np.asarray(q.scales.astype(jnp.float32)) >= (2.0**-6 if fmt == "nvfp4" else 0)
+    normal = np.asarray(q.scales.astype(jnp.float32)) >= (2.0**-6 if given else 0)
     blocks = np.asarray(values).reshape(*normal.shape, -1)
     np.testing.assert_array_equal(np.asarray(again).reshape(blocks.shape)[normal], blocks[normal])
 
@@ -69,7 +65,7 @@ def test_odd(fmt, x):
 @FEW
 @given(x=TENSORS)
 def test_monotone_within_a_block(fmt, x):
-    block = block_scaled.BLOCK[fmt]
+    block = block_scaled.FORMATS[fmt].block
     rising = np.sort(x.reshape(2, -1, block), axis=-1).reshape(SHAPE)
     _, values = _quantize(rising, fmt)
     assert np.all(np.diff(np.asarray(values).reshape(2, -1, block), axis=-1) >= 0)
@@ -85,7 +81,7 @@ def test_a_power_of_two_moves_only_the_outermost_scale(fmt, x, exponent):
     np.testing.assert_array_equal(scaled.codes, q.codes)
     np.testing.assert_array_equal(scaled_values, values * power)
     before, after = (np.asarray(a.scales).view(np.uint8).astype(int) for a in (q, scaled))
-    if fmt == "nvfp4":
+    if block_scaled.FORMATS[fmt].outer:
         np.testing.assert_array_equal(after, before)
         zero = ~x.any(axis=-1)
         np.testing.assert_array_equal(scaled.outer, np.where(zero, 1, q.outer * power))
@@ -101,12 +97,14 @@ def test_no_value_of_the_block_lies_nearer(fmt, x):
     unit = _factors(q)
     blocks = x.reshape(*unit.shape[:2], -1).astype(np.float64)
     error = np.abs(np.asarray(values).reshape(blocks.shape) - blocks)
-    distances = np.abs(blocks[..., None] - unit[..., None] * oracle.CODE_VALUES)
+    grid = oracle.grid_of(fmt)
+    distances = np.abs(blocks[..., None] - unit[..., None] * np.concatenate([grid, -grid]))
     assert np.all(error <= distances.min(-1) + 1e-6 * (np.abs(blocks) + unit))
     # Half a step of the grid, where the grid reaches.
     z = np.abs(blocks) / np.where(unit > 0, unit, np.inf)
-    half_step = np.where(z < 2, 0.25, np.where(z < 4, 0.5, 1))
-    reached = (z <= 6) & (unit > 0)
+    low = np.clip(np.searchsorted(grid, z, side="right") - 1, 0, len(grid) - 2)
+    reached = (z <= grid[-1]) & (unit > 0)
+    half_step = (grid[low + 1] - grid[low]) / 2
     assert np.all((error <= half_step * unit * (1 + 1e-6))[reached])
-    if fmt == "mxfp4":
-        assert np.all(z <= 6)
+    if fmt in ("mxfp4", "mxfp8"):
+        assert np.all(z <= grid[-1])

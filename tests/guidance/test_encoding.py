@@ -1,6 +1,7 @@
 """Encodings: what each keeps in bytes, self-replay, scale parities, the hash, every path."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from tests.formats import edges, oracle
 from trace_jax.formats import bits, block_scaled
 from trace_jax.formats import quantize as formats
+from trace_jax.formats.block_scaled import FORMATS
 from trace_jax.guidance import encoding as encodings
 from trace_jax.guidance import quantizer
 from trace_jax.guidance.encoding import ENCODINGS
@@ -19,7 +21,9 @@ from trace_jax.guidance.encoding import ENCODINGS
 SHAPE = (16, 256)
 SYNDROMES = [name for name in ENCODINGS if name.startswith("syndrome")]
 RESTORING = ["codes", "low1", "low2", *SYNDROMES]
-every_format = pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4", "mxfp4_floor"])
+REFUSED = list(itertools.product(["nvfp4_4over6", "mxfp8"], SYNDROMES))
+PAIRS = [pair for pair in itertools.product(FORMATS, ENCODINGS) if pair not in REFUSED]
+every_format_and_encoding = pytest.mark.parametrize(("fmt", "encoding"), PAIRS)
 quantize = jax.jit(formats.quantize, static_argnums=(1, 2))
 guide_of = jax.jit(encodings.encode, static_argnums=1)
 round_guided = jax.jit(quantizer.round_guided)
@@ -38,9 +42,8 @@ def differing(q, other):
 # ---- Bytes
 
 
-@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
+@pytest.mark.parametrize(("fmt", "encoding"), [*PAIRS, *((fmt, "hash") for fmt in FORMATS)])
 @pytest.mark.parametrize("width", [32, 64, 256, 2048])
-@pytest.mark.parametrize("encoding", [*ENCODINGS, encodings.HASH])
 def test_a_row_takes_the_bytes_that_are_stated(encoding, width, fmt):
     guide = jax.eval_shape(
         lambda x: encodings.encode(formats.quantize(x, fmt), encoding),
@@ -67,8 +70,7 @@ def test_what_is_left_of_the_last_byte_goes_to_checks():
 # ---- What the trainer gets back
 
 
-@every_format
-@pytest.mark.parametrize("encoding", ENCODINGS)
+@every_format_and_encoding
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_self_replay_of_every_edge_case_has_zero_mismatches(fmt, encoding, dtype):
     x = np.concatenate([edges.EDGES, edges.draw(16, 192)], axis=1)
@@ -79,8 +81,7 @@ def test_self_replay_of_every_edge_case_has_zero_mismatches(fmt, encoding, dtype
     assert not outside.any()
 
 
-@every_format
-@pytest.mark.parametrize("encoding", RESTORING)
+@pytest.mark.parametrize(("fmt", "encoding"), [pair for pair in PAIRS if pair[1] in RESTORING])
 def test_a_third_of_a_percent_of_noise_is_repaired_completely(fmt, encoding):
     rollout, trained = noisy(0.003)
     q = quantize(rollout, fmt)
@@ -171,6 +172,15 @@ def test_hashes_of_different_rows_meet_by_chance_only():
 def test_no_trainer_can_follow_a_hash():
     with pytest.raises(ValueError, match="unknown guidance encoding 'hash'"):
         encodings.check_encoding(encodings.HASH)
+
+
+@pytest.mark.parametrize(("fmt", "encoding"), REFUSED)
+def test_a_format_of_which_parities_say_too_little(fmt, encoding):
+    message = f"encoding '{encoding}' does not serve {fmt}: .*; choose one of .*'codes', 'low1'"
+    with pytest.raises(ValueError, match=message):
+        encodings.encode(quantize(edges.draw(1, 64), fmt), encoding)
+    with pytest.raises(ValueError, match=message):
+        encodings.row_bytes(encoding, 64, fmt)
 
 
 # ---- Every path gives the same bits

@@ -2,6 +2,7 @@
 
 import pytest
 
+from trace_jax.formats.block_scaled import FORMATS
 from trace_jax.guidance import policy
 from trace_jax.guidance.policy import SITES, Policy
 
@@ -45,6 +46,29 @@ def test_a_weight_has_the_format_of_the_input_it_multiplies():
     ):
         assert resolved.weight_fmt(outside) is None
     assert resolved.fmt("experts/mid") is None
+
+
+def test_one_rule_names_w4a8():
+    """MXFP4 weights, K, V and state; MXFP8 activations, where weights multiply them."""
+    resolved = resolve([("head/in", "bf16"), ("*", "mxfp4_w4a8")])
+    assert resolved.formats == (
+        ("attention/in", "mxfp8"), ("attention/k", "mxfp4"), ("attention/v", "mxfp4"),
+        ("attention/out", "mxfp8"), ("experts/in", "mxfp8"), ("experts/mid", "mxfp8"),
+    )  # fmt: skip
+    with_weights = ("attention/in", "attention/out", "experts/in", "experts/mid")
+    assert resolved.weights == tuple((site, "mxfp4") for site in with_weights)
+    assert resolved.weight_fmt("experts/down") == "mxfp4"
+    assert resolve([("head/in", "mxfp4_w4a8")]).weight_fmt("head") == "mxfp4"
+    state = resolve([("delta_net/state", "mxfp4_w4a8")], SITES)
+    assert (state.fmt("delta_net/state"), state.weights) == ("mxfp4", ())
+    mixed = resolve([("experts/in", "mxfp4_w4a8"), ("experts/mid", "mxfp8")])
+    assert mixed.formats == (("experts/in", "mxfp8"), ("experts/mid", "mxfp8"))
+    assert mixed.weights == (("experts/in", "mxfp4"), ("experts/mid", "mxfp8"))
+
+
+def test_every_name_of_a_pair_names_formats():
+    assert not set(policy.PAIRS) & set(FORMATS)
+    assert all(set(pair) <= set(FORMATS) for pair in policy.PAIRS.values())
 
 
 def test_nothing_is_quantized_by_default():
@@ -91,7 +115,9 @@ def test_a_pattern_that_matches_nothing_is_named_with_its_closest_site(pattern, 
 
 
 def test_unknown_format():
-    with pytest.raises(ValueError, match=r"unknown FP4 format 'nvfp8'.*'mxfp4'.*'nvfp4'"):
+    with pytest.raises(
+        ValueError, match=r"unknown format 'nvfp8'.*'mxfp4', .*'mxfp4_w4a8'.*'nvfp4'"
+    ):
         resolve([("*", "nvfp8")])
 
 

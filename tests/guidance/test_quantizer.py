@@ -19,7 +19,7 @@ from trace_jax.guidance import encoding as encodings
 from trace_jax.guidance import quantizer
 from trace_jax.guidance.encoding import Guide
 
-FORMATS = ["nvfp4", "mxfp4"]
+FORMATS = ["nvfp4", "nvfp4_4over6", "mxfp4", "mxfp8"]
 SHAPE = (16, 256)  # of most tensors here, so that few programs are compiled
 ENCODINGS = ["codes", "low1", "low2"]
 every_format = pytest.mark.parametrize("fmt", FORMATS)
@@ -95,6 +95,26 @@ def test_every_recorded_code_in_every_bracket_equals_the_oracle(encoding):
     np.testing.assert_array_equal(outside, between & (expected & mask != kept))
 
 
+@every_encoding
+def test_every_recorded_code_in_every_e4m3_bracket_equals_the_oracle(encoding):
+    """At a quarter of each bracket, at its middle, and at its ends."""
+    low, high = oracle.E4M3[:-1, None], oracle.E4M3[1:, None]
+    z = (low + (high - low) * np.array([0, 0.25, 0.5], np.float32)).reshape(-1)
+    z = np.resize(np.concatenate([z, -z, [448, -448, 500]]), 768).astype(np.float32)[None]
+    mask = {"codes": 255, "low2": 3, "low1": 1}[encoding]
+    kept = np.setdiff1d(np.arange(mask + 1, dtype=np.uint8), [127, 128, 255])
+    kept = np.repeat(kept[:, None], 768, axis=1)
+    scales = np.full((len(kept), 768 // 32), 127, np.uint8)
+    scales = jax.lax.bitcast_convert_type(jnp.asarray(scales), jnp.float8_e8m0fnu)  # 1
+    guide = quantizer.encode(block_scaled.pack(jnp.asarray(kept), scales, None, "mxfp8"), encoding)
+    z = np.broadcast_to(z, kept.shape)
+    q, outside = round_guided(z, guide)
+    expected = oracle.guided_codes(z, kept, encoding, oracle.E4M3)
+    np.testing.assert_array_equal(unpacked(q), expected)
+    between = ~np.isin(np.minimum(np.abs(z), 448), oracle.E4M3)
+    np.testing.assert_array_equal(outside, between & (expected & mask != kept))
+
+
 @pytest.mark.parametrize(
     ("z", "rollout", "picked", "outside"),
     [
@@ -167,7 +187,8 @@ TENSORS = npst.arrays(
 def _picked_and_nearest(trained, guide):
     q, outside = quantizer.round_guided(trained, guide)
     z = block_scaled.normalise(trained, guide.scales, guide.outer)
-    return e2m1.decode(block_scaled.unpack(q)), e2m1.decode(e2m1.encode(z)), outside
+    decode = q.element.decode
+    return decode(block_scaled.unpack(q)), decode(q.element.encode(z)), outside
 
 
 @every_format
@@ -177,7 +198,7 @@ def test_codes_never_move_away_from_the_rollout(fmt, rollout, trained, share):
     """|q* - q_rollout| <= |q_nearest - q_rollout| at the same scale, for any two tensors."""
     trained = (1 - share) * rollout + share * trained
     q = quantize(rollout, fmt)
-    recorded = oracle.CODE_VALUES[unpacked(q)]
+    recorded = oracle.values_of(oracle.grid_of(fmt))[unpacked(q)]
     picked, nearest, outside = _picked_and_nearest(trained, guide_of(q, "codes"))
     assert np.all(np.abs(picked - recorded) <= np.abs(nearest - recorded))
     inside = ~np.asarray(outside) & (picked != nearest)  # moved, and fully: onto the rollout's code
@@ -195,7 +216,7 @@ def test_replaying_what_was_rounded_changes_nothing(fmt, encoding, x):
     assert not outside.any()
 
 
-@pytest.mark.parametrize("fmt", [*FORMATS, "mxfp4_floor"])
+@pytest.mark.parametrize("fmt", block_scaled.FORMATS)
 @every_encoding
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_self_replay_of_every_edge_case_has_zero_mismatches(fmt, encoding, dtype):
@@ -293,9 +314,13 @@ def test_the_recorded_scales_are_part_of_the_guidance(noisy):
         ("nvfp4", "codes", 4.5),
         ("nvfp4", "low1", 1.5),
         ("nvfp4", "low2", 2.5),
+        ("nvfp4_4over6", "low1", 1.5),
         ("mxfp4", "codes", 4.25),
         ("mxfp4", "low1", 1.25),
         ("mxfp4", "low2", 2.25),
+        ("mxfp8", "codes", 8.25),
+        ("mxfp8", "low1", 1.25),
+        ("mxfp8", "low2", 2.25),
     ],
 )
 def test_bytes_of_a_value(fmt, encoding, bits):
@@ -306,8 +331,8 @@ def test_bytes_of_a_value(fmt, encoding, bits):
     )
     sizes = [leaf.size * leaf.dtype.itemsize / (3 * 5) for leaf in jax.tree.leaves(guide)]
     assert sizes[0] + sizes[1] == 2048 * bits / 8
-    assert sizes[2:] == ([4] if fmt == "nvfp4" else [])
-    assert encodings.ENCODINGS[encoding].bits == bits // 1
+    assert sizes[2:] == ([4] if fmt in oracle.NV else [])
+    assert encodings.bits_of(encoding, fmt) == bits // 1
 
 
 @every_encoding
@@ -329,10 +354,10 @@ def test_a_guide_of_zero_bytes_is_padding(fmt, encoding):
     guide = jax.tree.map(lambda leaf: jnp.asarray(np.zeros(leaf.shape, leaf.dtype)), like)
     q, outside = round_guided(x, guide)
     values = np.asarray(dequantize(q))
-    if fmt == "nvfp4":
+    if fmt in oracle.NV:
         oracle.assert_same_bits(values, np.zeros_like(x))
     else:  # the smallest E8M0 scale is not zero, and backends differ in keeping 2^-127
-        assert np.abs(values).max() <= 6 * 2.0**-127
+        assert np.abs(values).max() <= oracle.grid_of(fmt)[-1] * 2.0**-127
     assert not outside.any()
 
     def loss(x, guide):
@@ -343,7 +368,7 @@ def test_a_guide_of_zero_bytes_is_padding(fmt, encoding):
 
     gradient = np.asarray(jax.jit(jax.grad(loss))(x, guide))
     assert np.isfinite(gradient).all()
-    if fmt == "nvfp4":
+    if fmt in oracle.NV:
         assert not gradient.any()
 
 
@@ -441,7 +466,7 @@ def test_the_gradient_through_a_product_is_that_of_a_plain_product(fmt, guided, 
         a = quantizer.quantize_operand(x, qx, jnp.dtype(dtype))
         b = quantizer.quantize_operand(w, qw, jnp.dtype(dtype))
         y = jnp.einsum("nd,fd->nf", a.values, b.values, preferred_element_type=jnp.float32)
-        return y if fmt != "nvfp4" else y * a.outer[:, None] * b.outer
+        return y if fmt not in oracle.NV else y * a.outer[:, None] * b.outer
 
     y, pull_back = jax.vjp(jax.jit(product), x, w)
     dx, dw = pull_back(jnp.asarray(upstream))

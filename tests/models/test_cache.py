@@ -20,7 +20,10 @@ TOKENS = small_model.tokens()
 B, T = TOKENS.shape
 # Not attention/out: a mean of V values that are all 6 * 2^e comes out an ulp above or below, and
 # there MXFP4 doubles the block scale.
-MXFP4 = policy.resolve([("attention/out", "bf16"), ("*", "mxfp4")], SITES)
+MXFP4, W4A8 = (
+    policy.resolve([("attention/out", "bf16"), ("*", fmt)], SITES)
+    for fmt in ("mxfp4", "mxfp4_w4a8")
+)
 DELAY_B = np.array([0, 2])  # the second sequence starts two steps later
 
 
@@ -51,8 +54,8 @@ def decode(params, tokens_BT, policy, dtype, records):
 
 @pytest.mark.parametrize(
     "quantized",
-    [EVERYTHING, dataclasses.replace(EVERYTHING, residual=0.5), MXFP4, NOTHING],
-    ids=["nvfp4", "nvfp4, residual", "mxfp4", "plain"],
+    [EVERYTHING, dataclasses.replace(EVERYTHING, residual=0.5), MXFP4, W4A8, NOTHING],
+    ids=["nvfp4", "nvfp4, residual", "mxfp4", "mxfp4_w4a8", "plain"],
 )
 def test_decode_equals_the_teacher_forced_forward(quantized):
     records = ()
@@ -72,7 +75,7 @@ def test_decode_equals_the_teacher_forced_forward(quantized):
                 assert np.array_equal(ours, np.asarray(expected)[:, b])
 
 
-@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4", None])
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4", "mxfp8", None])
 def test_rows_are_written_at_their_positions_and_nowhere_else(fmt):
     quantized = NOTHING if fmt is None else policy.resolve([("attention/[kv]", fmt)], SITES)
     dtype = jnp.dtype("bfloat16")
@@ -110,7 +113,8 @@ def test_an_fp4_cache_takes_the_bytes_of_fp4():
     outer = 4 * 2 * CFG.num_layers * CFG.num_kv_heads
     assert size(NOTHING) == 2 * values
     assert size(EVERYTHING) == values * 4.5 / 8 + outer
-    assert size(MXFP4) == values * 4.25 / 8
+    assert size(MXFP4) == size(W4A8) == values * 4.25 / 8
+    assert size(policy.resolve([("attention/[kv]", "mxfp8")], SITES)) == values * 8.25 / 8
 
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e8m0fnu", "bfloat16", "float32"])

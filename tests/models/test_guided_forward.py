@@ -10,7 +10,7 @@ import pytest
 from tests import small_model
 from tests.small_model import CFG, EVERYTHING, SITE_LAYERS, masters
 from trace_jax.formats import e2m1
-from trace_jax.guidance import quantizer, record
+from trace_jax.guidance import policy, quantizer, record
 from trace_jax.guidance.record import Guidance, LayerGuide
 from trace_jax.models import decoder
 from trace_jax.models.layer_context import LayerContext
@@ -69,6 +69,27 @@ def test_self_replay_changes_no_code_at_any_site(encoding, dtype):
         assert np.array_equal(ours, rollout)  # bits, block scales and outer scales
     assert np.array_equal(again.logits, out.logits)
     assert np.array_equal(again.routes_LBTA, out.routes_LBTA)
+
+
+@pytest.mark.parametrize("name", ["mxfp4_w4a8", "nvfp4_4over6"])
+def test_self_replay_in_other_formats(name):
+    quantized = policy.resolve([("*", name)], small_model.SITES)
+    records = tuple(
+        record.recording(encoding, ("*",), "all", SITE_LAYERS, quantized)
+        for encoding in ("codes", "low1")
+    )
+    run = functools.partial(
+        small_model.forward, masters(), TOKENS, CFG,
+        policy=quantized, dtype=jnp.dtype("bfloat16"), records=records,
+    )  # fmt: skip
+    out = run()
+    again = run(guidance=out.recorded[1], routes_LBTA=out.routes_LBTA)
+    assert {guide.fmt for guide in out.recorded[0].guides.values()} == (
+        {"mxfp4", "mxfp8"} if name == "mxfp4_w4a8" else {name}
+    )
+    for ours, rollout in zip(*map(jax.tree.leaves, (again.recorded, out.recorded)), strict=True):
+        assert np.array_equal(ours, rollout)  # bits, block scales and outer scales
+    assert np.array_equal(again.logits, out.logits)
 
 
 def test_guidance_brings_drifted_activations_back_to_the_rollouts_codes():

@@ -43,7 +43,7 @@ def read(path, leaf, fmt_policy, dtype):
     return weight(Reader(module, leaf), name, (), (), LayerContext(fmt_policy, dtype), 1.0)
 
 
-@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
+@pytest.mark.parametrize("fmt", ["nvfp4", "nvfp4_4over6", "mxfp4", "mxfp4_w4a8"])
 def test_packed_weights_are_those_made_on_the_fly(fmt):
     everything, dtype = policy.resolve([("*", fmt)], SITES), jnp.dtype("bfloat16")
 

@@ -42,7 +42,7 @@ def compensated(x, **arguments):
     return sum(np.float64(q.values) for q in parts(x, **arguments))
 
 
-@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
+@pytest.mark.parametrize("fmt", ["nvfp4", "nvfp4_4over6", "mxfp4", "mxfp8"])
 @pytest.mark.parametrize("share", [0.25, 0.5, 1.0])
 def test_codes_are_those_of_the_oracle(fmt, share):
     x = heavy_tailed((ROWS, WIDTH))

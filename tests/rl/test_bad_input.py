@@ -28,7 +28,7 @@ REFUSED = [  # (overrides, what the message must hold)
     ({"samples_every": 0}, "config.samples_every=0: must"),
     ({"engine_noise": 1.5}, "config.engine_noise=1.5: lies in [0, 1)"),
     # Formats and sites.
-    ({"quantize": (("*", "nvfp8"),)}, "config.quantize: unknown FP4 format 'nvfp8': choose one of"),
+    ({"quantize": (("*", "nvfp8"),)}, "config.quantize: unknown format 'nvfp8': choose one of"),
     (
         {"quantize": (("expert/*", "nvfp4"),)},
         "config.quantize: site pattern 'expert/*' matches nothing; sites: attention/in, ",
@@ -41,6 +41,18 @@ REFUSED = [  # (overrides, what the message must hold)
     ({"quantize": (("experts/*", "nvfp4"),)}, "pattern 'attention/*' matches nothing; sites: exp"),
     ({"guidance.sites": ()}, "config.guidance.sites=(): name one site pattern or more"),
     ({"guidance.encoding": "low3"}, "config.guidance: unknown guidance encoding 'low3': choose"),
+    (
+        {"quantize": (("*", "nvfp4_4over6"),), "guidance.encoding": "syndrome"},
+        "config.guidance: guidance encoding 'syndrome' does not serve nvfp4_4over6: the parity of",
+    ),
+    (
+        {
+            "quantize": (("attention/[kv]", "bf16"), ("*", "mxfp4_w4a8")),
+            "method": "trace_syndrome",
+        },
+        "config.guidance: guidance encoding 'syndrome' does not serve mxfp8: of E4M3's fine codes",
+    ),
+    ({"quantize": (("*", "mxfp4_w4a8"),)}, "config.model.head_dim=16: site attention/k is mxfp4,"),
     ({"guidance.layers": "upper"}, "guidance.layers='upper': choose one of ['all'"),
     ({"guidance.layers": "latter_eighth"}, "of 2 layers has none of attention/in"),
     ({"guidance.audit_sequences": 17}, "config.guidance.audit_sequences=17: a rollout has 16"),

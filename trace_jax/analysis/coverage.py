@@ -9,7 +9,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from trace_jax.formats.block_scaled import BLOCK
+from trace_jax.formats import e2m1
+from trace_jax.formats.block_scaled import FORMATS
 from trace_jax.guidance.policy import NOTHING, STATE, UNQUANTIZED, WEIGHT_SITE, Policy
 from trace_jax.models import architecture, cache, decoder, packing
 from trace_jax.models.architecture import ATTENTION, DELTA_NET, ModelConfig
@@ -37,15 +38,21 @@ class Part:
     """One site, or one kind of parameter outside the sites, summed over layers."""
 
     name: str
-    fmt: str  # of its operands: an FP4 format, "bf16" or "float32"
+    fmt: str  # of its weights, or of what no weight multiplies: a format, "bf16" or "float32"
     parameters: int = 0  # weights, all experts
     weight_bytes: int = 0  # of those in a rollout; FP4 with block scales and outer scales
     flops: int = 0  # matrix products of one token at decode, a multiply-add as 2
+    input: str = ""  # the format of the activations that the weights multiply, where another one
+
+    def in_fp4(self, quantity: str) -> bool:
+        """Whether it counts as FP4: its weights, and for "flops" their input too."""
+        operands = (self.fmt, self.input or self.fmt) if quantity == "flops" else (self.fmt,)
+        return all(fmt in FORMATS and FORMATS[fmt].element is e2m1 for fmt in operands)
 
     @property
-    def in_fp4(self) -> bool:
-        """Whether its operands are FP4."""
-        return self.fmt in BLOCK
+    def formats(self) -> str:
+        """Its formats as the table shows them."""
+        return f"{self.fmt} x {self.input}" if self.input else self.fmt
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +71,7 @@ class Coverage:
 
     def share(self, quantity: str) -> float:
         """The share in FP4 (0 to 1) of "parameters", "weight_bytes" or "flops"."""
-        fp4 = sum(getattr(part, quantity) for part in self.parts if part.in_fp4)
+        fp4 = sum(getattr(part, quantity) for part in self.parts if part.in_fp4(quantity))
         return fp4 / self.total(quantity)
 
     @property
@@ -76,14 +83,20 @@ class Coverage:
 def coverage(policy: Policy, cfg: ModelConfig, kv_length: int) -> Coverage:
     """The Coverage of a rollout in BF16 compute, whose tokens attend to `kv_length` positions.
 
-    A site's weights and input are FP4 together. Scores count as FP4 where K is and the weighted sum
-    where V is, though queries and probabilities stay BF16. Element-wise work is not counted.
+    A product is FP4 where weights and input are. Scores count as FP4 where K is and the weighted
+    sum where V is, though queries and probabilities stay BF16. Element-wise work is not counted.
     Raises ValueError for kv_length below 1 or a width that a block does not divide.
     """
     if kv_length < 1:
         raise ValueError(f"kv_length={kv_length}: must be at least 1, the token itself")
-    fmt_of = lambda site: policy.fmt(site) or ("float32" if site == STATE else UNQUANTIZED)
-    parts = {site: Part(site, fmt_of(site)) for site in architecture.sites(cfg)}
+
+    def part(site):
+        own = policy.fmt(site) or ("float32" if site == STATE else UNQUANTIZED)
+        weights = dict(policy.weights).get(site, UNQUANTIZED if site in multiplied else own)
+        return Part(site, weights, input=own if own != weights else "")
+
+    multiplied = set(WEIGHT_SITE.values())
+    parts = {site: part(site) for site in architecture.sites(cfg)}
 
     masters = jax.eval_shape(lambda key: decoder.init(cfg, key), jax.random.key(0))
     packed = jax.eval_shape(lambda params: packing.pack(params, policy, jnp.bfloat16), masters)
@@ -120,7 +133,7 @@ def table(of: Coverage) -> str:
     quantities = ("parameters", "weight_bytes", "flops")
     rows = [("site", "format", "parameters", "weight bytes", "FLOPs a token")]
     rows += [
-        (part.name, part.fmt, *(_short(getattr(part, name)) for name in quantities))
+        (part.name, part.formats, *(_short(getattr(part, name)) for name in quantities))
         for part in of.parts
     ]
     rows.append(("all", "", *(_short(of.total(name)) for name in quantities)))

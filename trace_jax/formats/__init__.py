@@ -1,1 +1,1 @@
-"""FP4 number formats: E2M1 codes, NVFP4 and MXFP4 blocks, packing. Knows nothing of models."""
+"""Number formats: E2M1 and E4M3 codes, NVFP4 and MX blocks, packing. Knows nothing of models."""

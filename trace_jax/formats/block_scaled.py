@@ -1,6 +1,7 @@
 """BlockScaled, the pytree of every FP4 tensor, and Operand, what a matrix product reads of it.
 
-    value = e2m1(code) * block scale * outer scale
+    value = element(code) * block scale * outer scale
+The element is E2M1 in every FP4 format, two codes a byte, and E4M3 in MXFP8, one a byte.
 
 Blocks lie along the last axis. The outer scale has a *prefix* of the leading axes: shape () is one
 scale for the tensor, x.shape[:-1] one a row, [L, E] one for each expert's matrix of [L, E, F, D].
@@ -8,37 +9,57 @@ Leading axes therefore shard, scan and slice like those of an array.
 """
 
 import dataclasses
+from types import ModuleType
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trace_jax.formats import e2m1
+from trace_jax.formats import e2m1, e4m3
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
-BLOCK = {"nvfp4": 16, "mxfp4": 32, "mxfp4_floor": 32}
-SCALE_DTYPE = {
-    "nvfp4": jnp.float8_e4m3fn,
-    "mxfp4": jnp.float8_e8m0fnu,
-    "mxfp4_floor": jnp.float8_e8m0fnu,
+
+
+class Format(NamedTuple):
+    """What a tensor of a format is made of."""
+
+    block: int  # values that share a block scale
+    scale: type  # dtype of block scales
+    outer: bool  # whether there is an outer scale
+    element: ModuleType  # e2m1 or e4m3: what a code stands for
+
+
+_NVFP4 = Format(16, jnp.float8_e4m3fn, True, e2m1)
+_MXFP4 = Format(32, jnp.float8_e8m0fnu, False, e2m1)
+FORMATS = {
+    "nvfp4": _NVFP4,
+    "nvfp4_4over6": _NVFP4,
+    "mxfp4": _MXFP4,
+    "mxfp4_floor": _MXFP4,
+    "mxfp8": _MXFP4._replace(element=e4m3),
 }
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BlockScaled:
-    """A tensor [..., n] in FP4."""
+    """A tensor [..., n] in FP4, or MXFP8."""
 
-    codes: jax.Array  # uint8 [..., n/2], element 2i in the low nibble
-    scales: jax.Array  # float8_e4m3fn [..., n/16] (nvfp4) or float8_e8m0fnu [..., n/32] (mxfp4)
-    outer: jax.Array | None  # float32, decoding scale, a prefix of the leading axes; None for mxfp4
-    fmt: str = dataclasses.field(default="nvfp4", metadata=dict(static=True))  # a key of BLOCK
+    codes: jax.Array  # uint8 [..., n/2], element 2i in the low nibble; [..., n] for mxfp8
+    scales: jax.Array  # float8_e4m3fn [..., n/16] (nvfp4) or float8_e8m0fnu [..., n/32] (mx)
+    outer: jax.Array | None  # float32, decoding scale, a prefix of the leading axes; None for mx
+    fmt: str = dataclasses.field(default="nvfp4", metadata=dict(static=True))  # a key of FORMATS
+
+    @property
+    def element(self) -> ModuleType:
+        """What a code stands for: e2m1 or e4m3."""
+        return FORMATS[self.fmt].element
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the tensor that the codes stand for."""
-        return (*self.codes.shape[:-1], self.codes.shape[-1] * 2)
+        return (*self.codes.shape[:-1], self.codes.shape[-1] * 8 // self.element.BITS)
 
     def __getitem__(self, index) -> "BlockScaled":
         """The slice [index] over leading axes (ints, slices, arrays); the last axis stays whole."""
@@ -56,8 +77,9 @@ class Operand(NamedTuple):
     """What a matrix product reads: value = values * outer, the outer scale applied after the dot.
 
     For FP4 the values are code x block scale: at most 6 significant bits (for NVFP4 within
-    [2^-10, 2688]), hence exact in bfloat16. A tensor that is not quantized has outer None. Where a
-    residual stands beside the values, its own product with the same matrix is added.
+    [2^-10, 2688]), hence exact in bfloat16; so are MXFP8's, of 4 bits. A tensor that is not
+    quantized has outer None. Where a residual stands beside the values, its own product with the
+    same matrix is added.
     """
 
     values: jax.Array  # [..., n], compute dtype
@@ -95,7 +117,7 @@ def split_blocks(x: jax.Array, block: int) -> jax.Array:
     """x [..., n] as [..., n/block, block]. Raises ValueError when the block does not divide n."""
     if x.shape[-1] % block:
         raise ValueError(
-            f"last axis of {x.shape} is {x.shape[-1]}, not a multiple of the FP4 block {block}; "
+            f"last axis of {x.shape} is {x.shape[-1]}, not a multiple of the block {block}; "
             f"pad it to {-(-x.shape[-1] // block) * block} or leave this tensor in BF16"
         )
     return x.reshape(*x.shape[:-1], -1, block)
@@ -123,7 +145,7 @@ def block_factor(scales: jax.Array, outer: jax.Array | None) -> jax.Array:
 
 
 def normalise(x: jax.Array, scales: jax.Array, outer: jax.Array | None) -> jax.Array:
-    """z float32 [..., n] = x in units of its block's scale: the value that is rounded to E2M1.
+    """z float32 [..., n] = x in units of its block's scale: the value that is rounded to a code.
 
     The reciprocal is taken first and multiplied, as Transformer Engine does, and clamped to the
     largest float32 so that a zero scale gives 0 for a zero x. Source: method.md 3.2, 1.12.
@@ -135,25 +157,26 @@ def normalise(x: jax.Array, scales: jax.Array, outer: jax.Array | None) -> jax.A
 
 def pack(codes: jax.Array, scales: jax.Array, outer: jax.Array | None, fmt: str) -> BlockScaled:
     """BlockScaled of unpacked codes uint8 [..., n]."""
-    return BlockScaled(e2m1.pack_bits(codes, 4), scales, outer, fmt)
+    return BlockScaled(e2m1.pack_bits(codes, FORMATS[fmt].element.BITS), scales, outer, fmt)
 
 
 def unpack(q: BlockScaled) -> jax.Array:
     """Codes uint8 [..., n], one a byte."""
-    return e2m1.unpack_bits(q.codes, 4)
+    return e2m1.unpack_bits(q.codes, q.element.BITS)
 
 
-def scaled_codes(codes: jax.Array, factor: jax.Array) -> jax.Array:
+def scaled_codes(codes: jax.Array, factor: jax.Array, element: ModuleType) -> jax.Array:
     """Float32 [..., n] = code * its block's factor [..., n/b]; exactly +0 where the factor is 0."""
-    blocks = split_blocks(e2m1.decode(codes), codes.shape[-1] // factor.shape[-1])
+    blocks = split_blocks(element.decode(codes), codes.shape[-1] // factor.shape[-1])
     return jnp.where(factor[..., None] == 0, 0, blocks * factor[..., None]).reshape(codes.shape)
 
 
 def dequantize(q: BlockScaled) -> jax.Array:
     """Float32 [..., n]: code * (block scale * outer scale)."""
-    return scaled_codes(unpack(q), block_factor(q.scales, q.outer))
+    return scaled_codes(unpack(q), block_factor(q.scales, q.outer), q.element)
 
 
 def operand(q: BlockScaled, dtype: jnp.dtype) -> Operand:
     """The Operand of q: code * block scale in `dtype` (exact in bfloat16), outer scale apart."""
-    return Operand(scaled_codes(unpack(q), block_factor(q.scales, None)).astype(dtype), q.outer)
+    values = scaled_codes(unpack(q), block_factor(q.scales, None), q.element)
+    return Operand(values.astype(dtype), q.outer)

@@ -14,7 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 GRID = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+BITS = 4
 MAX = 6.0
+LARGEST = 7  # its code
 
 
 def _magnitude_code(a: jax.Array, integer) -> jax.Array:
@@ -62,7 +64,7 @@ def decode(code: jax.Array) -> jax.Array:
 
 
 def pack_bits(fields: jax.Array, bits: int) -> jax.Array:
-    """Bytes uint8 [..., n*bits/8] holding n fields of `bits` (1, 2 or 4), the first in the low end.
+    """Bytes uint8 [..., n*bits/8] of n fields of `bits` (1, 2, 4 or 8), the first in the low end.
 
     With bits = 4 this is the FP4 layout everyone uses: element 2i in the low nibble of byte i.
     """

@@ -14,20 +14,38 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trace_jax.formats import block_scaled, e2m1
+from trace_jax.formats import block_scaled, e2m1, e4m3
 from trace_jax.formats.block_scaled import FLOAT32_MAX, BlockScaled
 
 BLOCK = 16
-E4M3_MAX = 448.0
-LARGEST_SCALE = 0x7E  # the code of 448
-RANGE = np.float32(e2m1.MAX * E4M3_MAX)
+RANGE = np.float32(e2m1.MAX * e4m3.MAX)
 dequantize = block_scaled.dequantize
 
 
-def encoding_scale(amax: jax.Array) -> jax.Array:
-    """S, float32: what brings tensors or rows of largest magnitude amax (any shape) to 2688."""
-    encoding = jnp.minimum(RANGE / amax, FLOAT32_MAX)
+def encoding_scale(amax: jax.Array, largest: float = RANGE) -> jax.Array:
+    """S, float32: what brings tensors or rows of largest magnitude amax (any shape) to 2688.
+
+    Or to another `largest`.
+    """
+    encoding = jnp.minimum(np.float32(largest) / amax, FLOAT32_MAX)
     return jnp.where((amax == 0) | (encoding == 0), 1, encoding)
+
+
+def outer_scales(
+    magnitude: jax.Array, outer: str | jax.Array, largest: float = RANGE
+) -> tuple[jax.Array, jax.Array]:
+    """(encoding scale S, outer scale) float32, of the largest magnitudes [..., n/16] of blocks.
+
+    outer: "row", "tensor", or the decoding scale itself, as in `scales_of`.
+    """
+    if isinstance(outer, str):
+        if outer not in ("row", "tensor"):
+            raise ValueError(f"outer={outer!r}: choose 'row', 'tensor' or pass an array")
+        total = block_scaled.largest_magnitude(magnitude, axis=-1 if outer == "row" else None)
+        encoding = encoding_scale(total, largest)
+        return encoding, 1 / encoding
+    outer = jnp.asarray(outer, jnp.float32)
+    return 1 / outer, outer
 
 
 def scales_of(x: jax.Array, outer: str | jax.Array = "row") -> tuple[jax.Array, jax.Array]:
@@ -39,15 +57,7 @@ def scales_of(x: jax.Array, outer: str | jax.Array = "row") -> tuple[jax.Array, 
     """
     blocks = block_scaled.split_blocks(block_scaled.to_float32(x), BLOCK)
     magnitude = block_scaled.largest_magnitude(blocks)
-    if isinstance(outer, str):
-        if outer not in ("row", "tensor"):
-            raise ValueError(f"outer={outer!r}: choose 'row', 'tensor' or pass an array")
-        total = block_scaled.largest_magnitude(magnitude, axis=-1 if outer == "row" else None)
-        encoding = encoding_scale(total)
-        outer = 1 / encoding
-    else:
-        outer = jnp.asarray(outer, jnp.float32)
-        encoding = 1 / outer
+    encoding, outer = outer_scales(magnitude, outer)
     scale = _unrounded(magnitude, encoding)
     # The barrier keeps XLA from folding the cast away or the two reciprocals into one.
     return jax.lax.optimization_barrier((scale.astype(jnp.float8_e4m3fn), outer))
@@ -61,7 +71,7 @@ def unrounded(x: jax.Array, outer: jax.Array) -> jax.Array:
 
 def _unrounded(magnitude, encoding):
     factor = block_scaled.expand_prefix(encoding * np.float32(1 / 6), magnitude.ndim)
-    return jnp.minimum(jnp.minimum(magnitude * factor, FLOAT32_MAX), E4M3_MAX)
+    return jnp.minimum(jnp.minimum(magnitude * factor, FLOAT32_MAX), e4m3.MAX)
 
 
 def quantize(x: jax.Array, outer: str | jax.Array = "row") -> BlockScaled:

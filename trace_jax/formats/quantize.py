@@ -3,22 +3,24 @@
 import jax
 import jax.numpy as jnp
 
-from trace_jax.formats import bits, block_scaled, e2m1, mxfp4, nvfp4
-from trace_jax.formats.block_scaled import BLOCK, BlockScaled
+from trace_jax.formats import bits, block_scaled, e4m3, four_over_six, mx, nvfp4
+from trace_jax.formats.block_scaled import FORMATS, BlockScaled
 
 
 def check_format(fmt: str) -> str:
     """fmt itself. Raises ValueError, listing the choices, when it is not a format."""
-    if fmt not in BLOCK:
-        raise ValueError(f"unknown FP4 format {fmt!r}: choose one of {sorted(BLOCK)}")
+    if fmt not in FORMATS:
+        raise ValueError(f"unknown format {fmt!r}: choose one of {sorted(FORMATS)}")
     return fmt
 
 
 def scales_of(x: jax.Array, fmt: str, outer: str | jax.Array) -> tuple[jax.Array, jax.Array | None]:
-    """Block scales and outer scale (None for MXFP4) of x [..., n] in the named format."""
+    """Block scales and outer scale (None for MX) of x [..., n] in the named format."""
     if check_format(fmt) == "nvfp4":
         return nvfp4.scales_of(x, outer)
-    return mxfp4.scales_of(x, fmt), None
+    if fmt == four_over_six.NAME:
+        return four_over_six.scales_of(x, outer)
+    return mx.scales_of(x, fmt), None
 
 
 def scales_of_parity(x: jax.Array, fmt: str, outer: jax.Array | None, odd: jax.Array) -> jax.Array:
@@ -26,12 +28,13 @@ def scales_of_parity(x: jax.Array, fmt: str, outer: jax.Array | None, odd: jax.A
 
     odd: uint8 [..., n/b]. Neighbouring scales differ in the low bit of their code, so where x's own
     has the wrong one, a neighbour is meant: the one on the side to which the unrounded scale leans.
+    Not for 4/6, where the other side may have taken a scale 1.5 times as large, nor for MXFP8.
     """
     given = None if outer is None else jnp.where(outer == 0, 1, outer)
     scales, _ = scales_of(x, fmt, given)
     nv = fmt == "nvfp4"
-    leaning = nvfp4.unrounded(x, given) if nv else mxfp4.unrounded(x, fmt)
-    largest = nvfp4.LARGEST_SCALE if nv else mxfp4.LARGEST_SCALE
+    leaning = nvfp4.unrounded(x, given) if nv else mx.unrounded(x, fmt)
+    largest = e4m3.LARGEST if nv else mx.LARGEST_SCALE
     code = bits.hold(scales)
     up = ((leaning >= scales.astype(jnp.float32)) | (code == 0)) & (code < largest)
     neighbour = jnp.where(up, code + 1, code - 1)
@@ -40,9 +43,9 @@ def scales_of_parity(x: jax.Array, fmt: str, outer: jax.Array | None, odd: jax.A
 
 
 def quantize(x: jax.Array, fmt: str, outer: str | jax.Array = "row") -> BlockScaled:
-    """x [..., n] rounded to nearest in the named format; `outer` as in nvfp4, unused by MXFP4."""
+    """x [..., n] rounded to nearest in the named format; `outer` as in nvfp4, unused by MX."""
     scales, outer = scales_of(x, fmt, outer)
-    codes = e2m1.encode(block_scaled.normalise(x, scales, outer))
+    codes = FORMATS[fmt].element.encode(block_scaled.normalise(x, scales, outer))
     return block_scaled.pack(codes, scales, outer, fmt)
 
 

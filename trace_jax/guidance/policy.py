@@ -16,6 +16,8 @@ A site is one quantized tensor of a layer together with the weights it multiplie
 
 Which of them a model has, its architecture says (models/architecture.py). Everything else (router,
 gates, norms, convolutions, embedding) stays as it is. A pattern never reaches the sites of BY_NAME.
+
+A rule gives a site one format, for its tensor and the weights alike, or names two of them (PAIRS).
 """
 
 import dataclasses
@@ -23,7 +25,7 @@ import difflib
 import fnmatch
 from collections.abc import Iterable
 
-from trace_jax.formats.block_scaled import BLOCK
+from trace_jax.formats.block_scaled import FORMATS
 from trace_jax.formats.quantize import check_format
 
 SITES = (
@@ -61,6 +63,11 @@ WEIGHT_SITE = {  # a weight, "module/name" -> the site whose input it multiplies
     "head": "head/in",
 }
 UNQUANTIZED = "bf16"
+# A rule's name for two formats: that of weights, and of what no weight multiplies (K, V, state);
+# and that of the activations that weights multiply. Source: TRACE table 4.
+PAIRS = {"mxfp4_w4a8": ("mxfp4", "mxfp8")}
+
+NAMES = (*FORMATS, *PAIRS, UNQUANTIZED)  # what a rule can give a site
 
 Rules = Iterable[tuple[str, str]]
 
@@ -136,24 +143,28 @@ def matching(patterns: Iterable[str], among: Iterable[str]) -> tuple[str, ...]:
 
 
 def resolve(rules: Rules, among: Iterable[str]) -> Policy:
-    """The Policy of an ordered list of (site pattern, format or 'bf16'); the first match decides.
+    """The Policy of an ordered list of (site pattern, name); the first match decides.
 
-    among: the sites that the model has (`architecture.sites`). Raises ValueError for a pattern that
-    matches none of them, or an unknown format.
+    A name is that of a format, of two (PAIRS), or 'bf16'. among: the sites that the model has
+    (`architecture.sites`). Raises ValueError for a pattern that matches none of them, or an unknown
+    name.
     """
     among = tuple(among)
     chosen: dict[str, str] = {}
-    for pattern, fmt in rules:
-        if fmt != UNQUANTIZED:
-            check_format(fmt)
+    for pattern, name in rules:
+        if name not in NAMES:
+            raise ValueError(f"unknown format {name!r}: choose one of {sorted(NAMES)}")
         for site in matching([pattern], among):
-            chosen.setdefault(site, fmt)
-    kept = ((site, chosen.get(site, UNQUANTIZED)) for site in among)
-    formats = tuple((site, fmt) for site, fmt in kept if fmt != UNQUANTIZED)
-    with_weights = set(WEIGHT_SITE.values())
-    return Policy(formats, tuple(pair for pair in formats if pair[0] in with_weights))
+            chosen.setdefault(site, name)
+    kept = {site: chosen[site] for site in among if chosen.get(site, UNQUANTIZED) != UNQUANTIZED}
+    pairs = {site: PAIRS.get(name, (name, name)) for site, name in kept.items()}
+    multiplied = {site: pair for site, pair in pairs.items() if site in WEIGHT_SITE.values()}
+    return Policy(
+        tuple((site, pair[site in multiplied]) for site, pair in pairs.items()),
+        tuple((site, pair[0]) for site, pair in multiplied.items()),
+    )
 
 
 def block(fmt: str) -> int:
     """Values that share a block scale in a format."""
-    return BLOCK[check_format(fmt)]
+    return FORMATS[check_format(fmt)].block

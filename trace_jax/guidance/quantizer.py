@@ -5,6 +5,7 @@ The rollout keeps, of every value it quantizes, a few bits of the E2M1 code and 
 the two neighbouring codes around it, and lets the guide pick one:
 
     z = clip(x / s, -6, 6)       {low, high} = bracket(z)       code = the one the guide names
+(E4M3 codes, clipped at 448, in MXFP8.)
 
     codes     the neighbour nearer to the recorded code: |q - q_rollout| never above that of
               rounding to nearest with the same scale
@@ -21,31 +22,35 @@ import jax.numpy as jnp
 
 from trace_jax.formats import block_scaled, e2m1
 from trace_jax.formats import quantize as formats
-from trace_jax.formats.block_scaled import BlockScaled, Operand
+from trace_jax.formats.block_scaled import FORMATS, BlockScaled, Operand
 from trace_jax.guidance import encoding, syndrome
 from trace_jax.guidance.encoding import ENCODINGS, OWN, PARITY, Guide, encode
 
 __all__ = ["Guide", "encode", "fake_quantize", "quantize_guided"]
 
 
-def _pick_low1(z, low, high, bit):
+def _pick_low1(element, z, low, high, bit):
     return jnp.where((low & 1) == bit, low, high)
 
 
-def _pick_codes(z, low, high, code):
+def _pick_codes(element, z, low, high, code):
     # In the direction of z; the recorded code never lies strictly inside the bracket.
-    recorded = e2m1.decode(code) * jnp.where(z < 0, -1, 1)
-    return jnp.where(recorded >= e2m1.magnitude(high), high, low)
+    recorded = element.decode(code) * jnp.where(z < 0, -1, 1)
+    return jnp.where(recorded >= element.magnitude(high), high, low)
 
 
-def _pick_low2(z, low, high, bits):
-    # Four codes share two low bits: m, m + 4 and their negatives. The closest one stands in.
-    candidates = jnp.stack([bits, bits + 4, bits + 8, bits + 12])
-    nearest = jnp.argmin(jnp.abs(e2m1.decode(candidates) - z), axis=0, keepdims=True)
-    return _pick_codes(z, low, high, jnp.take_along_axis(candidates, nearest, axis=0)[0])
+def _pick_low2(element, z, low, high, bits):
+    # Every fourth code has the two low bits. The closest one stands in: the next from `low` up, or
+    # the one before it, which may lie across zero; of equally close ones the latter.
+    up = low + ((bits - low) & 3)
+    above = jnp.where(up > element.LARGEST, jnp.inf, element.magnitude(up))
+    below = jnp.where(up < 4, -element.magnitude(bits), element.magnitude(up - 4))
+    recorded = jnp.where(above - jnp.abs(z) < jnp.abs(z) - below, above, below)
+    return jnp.where(recorded >= element.magnitude(high), high, low)
 
 
-PICK = {1: _pick_low1, 2: _pick_low2, 4: _pick_codes}  # by the bits of a code that are known
+# By the bits of a code that are known.
+PICK = {1: _pick_low1, 2: _pick_low2, 4: _pick_codes, 8: _pick_codes}
 
 
 def round_guided(x: jax.Array, guide: Guide) -> tuple[BlockScaled, jax.Array]:
@@ -54,20 +59,21 @@ def round_guided(x: jax.Array, guide: Guide) -> tuple[BlockScaled, jax.Array]:
     A value is out of its bracket when neither neighbour carries the recorded bits: the trainer has
     drifted further than one code. With one bit a value or less that cannot be seen (always False).
     """
-    of = ENCODINGS[guide.encoding]
+    element, checks = FORMATS[guide.fmt].element, ENCODINGS[guide.encoding].checks
     scales, outer = _scales(x, guide)
     z = block_scaled.normalise(x, scales, outer)
-    if not (of.bits or of.checks):
-        return block_scaled.pack(e2m1.encode(z), scales, outer, guide.fmt), jnp.zeros(x.shape, bool)
-    z = jnp.clip(z, -e2m1.MAX, e2m1.MAX)
-    low, high = e2m1.bracket(z)
-    known = of.bits or 1
-    recorded = e2m1.unpack_bits(guide.bits, known) if of.bits else _low_bits(z, low, high, guide)
+    known = 1 if checks else encoding.bits_of(guide.encoding, guide.fmt)
+    if not known:
+        q = block_scaled.pack(element.encode(z), scales, outer, guide.fmt)
+        return q, jnp.zeros(x.shape, bool)
+    z = jnp.clip(z, -element.MAX, element.MAX)
+    low, high = element.bracket(z)
+    recorded = _low_bits(z, low, high, guide) if checks else e2m1.unpack_bits(guide.bits, known)
     # Apart, since fused into the rounding the unpacking keeps XLA on CPU from vectorizing all of
     # it.
     recorded = jax.lax.optimization_barrier(recorded)
-    picked = jnp.where(low == high, low, PICK[known](z, low, high, recorded))
-    codes = e2m1.with_sign(picked, z)
+    picked = jnp.where(low == high, low, PICK[known](element, z, low, high, recorded))
+    codes = element.with_sign(picked, z)
     return (
         block_scaled.pack(codes, scales, outer, guide.fmt),
         (low != high) & ((codes & jnp.uint8(2**known - 1)) != recorded),

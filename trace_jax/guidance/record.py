@@ -60,8 +60,9 @@ def recording(
     """The Recording of the quantized sites that the patterns name, in the named share of layers.
 
     site_layers: the layers that have each site (`architecture.site_layers`). A site that has none
-    in the share is left out. Raises ValueError for an unknown encoding or share, a share in which
-    no site is left, and a pattern that matches no quantized site.
+    in the share is left out. Raises ValueError for an unknown encoding or share, an encoding that
+    does not suit a site's format, a share in which no site is left, and a pattern that matches no
+    quantized site.
     """
     encodings.check_encoding(encoding)
     if share not in LAYERS:
@@ -69,6 +70,8 @@ def recording(
     depth = 1 + max(max(layers) for layers in site_layers.values())
     kept = range(*LAYERS[share](depth))
     sites = policy.matching(patterns, quantized.sites)
+    for site in sites:
+        encodings.check_encoding(encoding, dict(quantized.formats + quantized.observed)[site])
     layers = {site: tuple(i for i in site_layers[site] if i in kept) for site in sites}
     found = tuple((site, kept) for site, kept in layers.items() if kept)
     if not found:

@@ -108,7 +108,7 @@ def read(cache: Cache, row: jax.Array, dtype: jnp.dtype) -> tuple[Operand, Opera
         found = at_row(rows, row)
         if not isinstance(found, BlockScaled):
             return Operand(bits.restore(found, dtype), None)
-        scales = bits.restore(found.scales, block_scaled.SCALE_DTYPE[found.fmt])
+        scales = bits.restore(found.scales, block_scaled.FORMATS[found.fmt].scale)
         return block_scaled.operand(dataclasses.replace(found, scales=scales), dtype)
 
     return one(cache.k), one(cache.v)

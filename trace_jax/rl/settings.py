@@ -398,7 +398,7 @@ def tokenizer_of(source: Path | None, cfg: ModelConfig) -> Tokenizer:
 def check_blocks(cfg: ModelConfig, quantized: Policy) -> None:
     """Raises ValueError where a quantized width is no multiple of its format's block."""
     sites = architecture.sites(cfg)
-    for site, fmt in quantized.formats:
+    for site, fmt in dict.fromkeys(quantized.formats + quantized.weights):
         width, key, block = sites[site].width, sites[site].key, policies.block(fmt)
         require(width % block == 0, f"model.{key}", width,
                 f"site {site} is {fmt}, whose blocks of {block} must divide it; "

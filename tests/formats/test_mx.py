@@ -1,4 +1,4 @@
-"""MXFP4 under both scale rules against the oracle in every bit, and against peers."""
+"""MXFP4 under both scale rules, and MXFP8, against the oracle in every bit, and against peers."""
 
 import gfloat
 import gfloat.formats
@@ -9,12 +9,13 @@ import pytest
 
 from tests.formats import edges, oracle
 from tests.formats.edges import EDGE_INDEX, EDGES
-from trace_jax.formats import block_scaled, mxfp4
+from trace_jax.formats import block_scaled, mx
 from trace_jax.formats import quantize as formats
 
-RULES = ["mxfp4", "mxfp4_floor"]
-quantize = jax.jit(mxfp4.quantize, static_argnames="rule")
-dequantize = jax.jit(mxfp4.dequantize)
+RULES = ["mxfp4", "mxfp4_floor", "mxfp8"]
+GRID = {rule: oracle.grid_of(rule) for rule in RULES}
+quantize = jax.jit(mx.quantize, static_argnames="rule")
+dequantize = jax.jit(mx.dequantize)
 
 
 def check(x, rule):
@@ -47,23 +48,35 @@ def _blocks_of(amax):
 
 @pytest.mark.parametrize("rule", RULES)
 def test_every_reachable_scale(rule):
-    # 2^k, 1.5 * 2^k, the float above it and the last before 2^(k+1), for k of all normal scales.
-    power = 2.0 ** np.arange(-123, 127)
-    one_and_a_half = (1.5 * power).astype(np.float32)
-    amax = [power, one_and_a_half, np.nextafter(one_and_a_half, np.inf), power * (2 - 2.0**-23)]
+    # 2^k, the last that fits it, the float above and the last before 2^(k+1), k of normal scales.
+    mantissa, below = (1.75, 8) if rule == "mxfp8" else (1.5, 2)
+    k = np.arange(-125 + below, 127)
+    power = 2.0**k
+    fits = (mantissa * power).astype(np.float32)
+    amax = [power, fits, np.nextafter(fits, np.inf), power * (2 - 2.0**-23)]
     result = check(_blocks_of(np.concatenate(amax)), rule)
     scales = result.scales.reshape(4, -1)
-    biased = np.arange(-123, 127) - 2 + 127
+    biased = k - below + 127
     np.testing.assert_array_equal(scales[:2], [biased, biased])
-    np.testing.assert_array_equal(scales[2:], [biased + (rule == "mxfp4")] * 2)
+    np.testing.assert_array_equal(scales[2:], [biased + (rule != "mxfp4_floor")] * 2)
 
 
-def test_round_up_never_saturates_and_wastes_less_than_one_binade():
+@pytest.mark.parametrize("rule", ["mxfp4", "mxfp8"])
+def test_round_up_never_saturates_and_wastes_less_than_one_binade(rule):
     x = _blocks_of(np.exp(np.linspace(-20, 20, 999)))
-    q = quantize(x, rule="mxfp4")
+    q = quantize(x, rule=rule)
     largest = np.abs(x).max(-1) / q.scales.astype(jnp.float32)[:, 0]
-    assert largest.max() <= 6
-    assert largest.min() > 3
+    assert largest.max() <= GRID[rule][-1]
+    assert largest.min() > GRID[rule][-1] / 2
+
+
+def test_mxfp8_is_within_a_sixteenth_of_every_value_that_is_not_small():
+    """Half a step of three mantissa bits; small is what lies 2^14 below the block's largest."""
+    x = _blocks_of(np.exp(np.linspace(-20, 20, 999)))
+    assert np.all(np.abs(dequantize(quantize(x, rule="mxfp8")) - x) <= np.abs(x) / 16)
+    x = edges.draw(64, 1024, spread=0.5)
+    lost = {rule: np.mean((dequantize(quantize(x, rule=rule)) - x) ** 2) for rule in RULES}
+    assert lost["mxfp8"] < lost["mxfp4"] / 15
 
 
 def test_floor_saturates_above_6_times_the_scale():
@@ -76,7 +89,7 @@ def test_floor_saturates_above_6_times_the_scale():
 def test_the_two_rules_differ_in_a_third_of_the_codes():
     # 94,083 of 262,144 in method.md 3.4.
     x = edges.draw(256, 1024, spread=0.5)
-    up, floor = (oracle.read(quantize(x, rule=rule)).codes for rule in RULES)
+    up, floor = (oracle.read(quantize(x, rule=rule)).codes for rule in RULES[:2])
     assert 0.3 < np.mean(up != floor) < 0.42
 
 
@@ -103,20 +116,22 @@ class TestEdgeBlocks:
         assert np.isnan(values[:32]).all()
         assert np.isfinite(values[32:]).all()
 
-    @pytest.mark.parametrize(("name", "code"), [("+Inf", 7), ("-Inf", 15)])
-    def test_an_infinity_stays_one(self, rule, name, code):
+    @pytest.mark.parametrize(("name", "negative"), [("+Inf", False), ("-Inf", True)])
+    def test_an_infinity_stays_one(self, rule, name, negative):
         codes, scales, values = self._row(name, rule)
-        assert (scales[0], codes[5]) == (253, code)
+        expected = (247, 126 + 128 * negative) if rule == "mxfp8" else (253, 7 + 8 * negative)
+        assert (scales[0], codes[5]) == expected
         assert values[5] == EDGES[EDGE_INDEX[name], 5]
         assert np.isfinite(np.delete(values, 5)).all()
 
     def test_the_largest_float32(self, rule):
         # Rounded up, it is 4 * 2^126, which float32 cannot hold; the floor rule saturates below it.
         *_, values = self._row("largest float32", rule)
-        assert values[0] == (np.inf if rule == "mxfp4" else 6 * 2.0**125)
+        assert values[0] == (6 * 2.0**125 if rule == "mxfp4_floor" else np.inf)
 
-    def test_no_code_is_8(self, rule):
-        assert not np.any(oracle.read(quantize(EDGES, rule=rule)).codes == 8)
+    def test_no_code_is_minus_zero_or_nan(self, rule):
+        never = [127, 128, 255] if rule == "mxfp8" else [8]
+        assert not np.isin(oracle.read(quantize(EDGES, rule=rule)).codes, never).any()
 
     def test_float32_subnormals_give_finite_numbers(self, rule):
         x = np.full((1, 64), 1e-38, np.float32) * np.linspace(-1, 1, 64, dtype=np.float32)
@@ -133,10 +148,10 @@ def test_zero_bytes_are_zeros_where_jnp_zeros_are_nan():
 
 
 def test_errors():
-    with pytest.raises(ValueError, match=r"is 48, not a multiple of the FP4 block 32.*64"):
-        mxfp4.quantize(jnp.zeros((2, 48)))
-    with pytest.raises(ValueError, match=r"'mxfp4_round'.*'mxfp4', 'mxfp4_floor'"):
-        mxfp4.quantize(jnp.zeros((2, 32)), "mxfp4_round")
+    with pytest.raises(ValueError, match=r"is 48, not a multiple of the block 32.*64"):
+        mx.quantize(jnp.zeros((2, 48)))
+    with pytest.raises(ValueError, match=r"'mxfp4_round'.*'mxfp4', 'mxfp4_floor', 'mxfp8'"):
+        mx.quantize(jnp.zeros((2, 32)), "mxfp4_round")
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -159,13 +174,14 @@ def test_gfloat_agrees_with_the_floor_rule():
     np.testing.assert_array_equal(dequantize(quantize(x, rule="mxfp4_floor")), theirs)
 
 
-def test_qwix_agrees_with_the_round_up_rule():
+@pytest.mark.parametrize("rule", ["mxfp4", "mxfp8"])
+def test_qwix_agrees_with_the_round_up_rule(rule):
     qarray = pytest.importorskip("qwix._src.core.qarray", reason="qwix needs Python 3.12")
     x = edges.draw(256, 1024, seed=2)
-    how = qarray.HowToQuantize(qtype="mxfp4", channelwise_axes=(0,), tiled_axes={1: 32})
+    how = qarray.HowToQuantize(qtype=rule, channelwise_axes=(0,), tiled_axes={1: 32})
     theirs = qarray.quantize(jnp.asarray(x), how)
     scales = theirs.scale.astype(jnp.float32)
-    q = quantize(x, rule="mxfp4")
+    q = quantize(x, rule=rule)
     np.testing.assert_array_equal(q.scales.astype(jnp.float32), scales)
     values = theirs.qvalue.astype(jnp.float32).reshape(256, -1, 32) * scales[..., None]
     np.testing.assert_array_equal(dequantize(q), values.reshape(x.shape))
