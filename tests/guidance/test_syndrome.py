@@ -141,7 +141,7 @@ def test_of_several_explanations_the_likeliest_is_taken():
     assert np.flatnonzero(flipped[1]).tolist() == [0, 1, 2]  # 6 is less than 7
 
 
-@pytest.mark.parametrize(("n", "m", "left"), [(64, 28, 0.1), (256, 48, 0.15), (2048, 384, 0)])
+@pytest.mark.parametrize(("n", "m", "left"), [(64, 28, 0.15), (256, 48, 0.15), (2048, 384, 0)])
 def test_errors_among_doubtful_values_are_repaired(n, m, left):
     """1.5% of wrong bits, each at a doubt exponential in 1/4; all others twelve times as sure.
 
