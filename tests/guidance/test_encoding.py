@@ -113,6 +113,19 @@ def test_scales_alone_and_bits_alone_are_half_of_the_record():
     assert differing(only_bits, q) < 0.1 * differing(nearest, q)
 
 
+def test_a_record_that_happens_to_be_all_zeros_is_no_padding():
+    """One in 256 rows of a single block; told from padding by its outer scale."""
+    rollout, trained = noisy(0.003, (8192, 16))
+    q = quantize(rollout, "nvfp4")
+    guide = guide_of(q, "syndrome")
+    zeros = ~np.asarray(guide.bits).any(axis=-1)
+    nearest = np.asarray(block_scaled.unpack(quantize(trained, "nvfp4")))
+    wanted = np.asarray(block_scaled.unpack(q))
+    assert (nearest != wanted)[zeros].any()
+    guided = np.asarray(block_scaled.unpack(round_guided(trained, guide)[0]))
+    np.testing.assert_array_equal(guided[zeros], wanted[zeros])
+
+
 # ---- The parity of a scale
 
 

@@ -96,8 +96,11 @@ def _low_bits(z, low, high, guide):
     own = e2m1.encode(z) & 1
     checks, _ = encoding.read_syndrome(guide, z.shape[-1])
     differs = syndrome.parities(own, checks.shape[-1]) ^ checks
-    padding = jnp.all(guide.bits == 0, axis=-1, keepdims=True)  # no record, nothing to explain
-    differs = jnp.where(padding, 0, differs)
+    if guide.outer is None:
+        padding = jnp.all(guide.bits == 0, axis=-1, keepdims=True)
+    else:
+        padding = block_scaled.expand_prefix(guide.outer, differs.ndim) == 0
+    differs = jnp.where(padding, 0, differs)  # no record, nothing to explain
     midpoint = (e2m1.magnitude(low) + e2m1.magnitude(high)) / 2
     away = jnp.where(low == high, DEGENERATE, jnp.abs(z) - midpoint)
     # The noise is in part relative to the value, in part common to all.
