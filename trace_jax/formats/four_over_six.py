@@ -11,9 +11,10 @@ scales and decoding are NVFP4's. The order of operations, in float32:
     scale_6 = e4m3(min(base, 448)),  scale_4 = e4m3(min(1.5 * base, 448))
     error_k = sum of (e2m1(x * min(1 / (scale_k * outer), FMAX)) * scale_k - x * S)^2
     scale   = scale_4 where error_4 < error_6, else scale_6
-The sum runs over the block's values in order. All but the error is Transformer Engine's, which
-takes it after multiplying by amax / 1536. Before, it needs no amax (under a given outer scale there
-is none), e2m1 * scale is exact, so that equal candidates tie, and no square leaves float32's range.
+The sum runs over the block's values in order. All but the unit of the error is Transformer
+Engine's, which multiplies e2m1 * scale by amax / 1536 first. In units of the outer scale the error
+needs no amax (where the outer scale is given there is none), e2m1 * scale is exact, so that equal
+candidates tie, and rows however small lose no square to underflow.
 Source: 4/6 (arXiv 2512.02010), method.md 2.14.
 """
 

@@ -51,8 +51,6 @@ ENCODINGS = {
     "syndrome4": Encoding(checks=4, scales=PARITY),
     "syndrome6": Encoding(checks=6, scales=PARITY),
 }
-
-
 # Formats of which parities say too little.
 NO_CHECKS = {
     "nvfp4_4over6": "the parity of a block scale does not tell mapping to 4 from mapping to 6",

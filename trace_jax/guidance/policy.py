@@ -66,7 +66,6 @@ UNQUANTIZED = "bf16"
 # A rule's name for two formats: that of weights, and of what no weight multiplies (K, V, state);
 # and that of the activations that weights multiply. Source: TRACE table 4.
 PAIRS = {"mxfp4_w4a8": ("mxfp4", "mxfp8")}
-
 NAMES = (*FORMATS, *PAIRS, UNQUANTIZED)  # what a rule can give a site
 
 Rules = Iterable[tuple[str, str]]
