@@ -28,5 +28,7 @@ def test_a_quarter_of_a_bit_restores_long_rows(width, noise, left):
 
 
 def test_rows_that_cannot_be_explained_round_to_nearest():
-    found = restoration.restored("syndrome", 256, 0.1)
-    assert found.guided < found.nearest
+    found = restoration.restored("syndrome", 256, 0.03)
+    assert 0.3 * found.nearest < found.guided < 0.8 * found.nearest
+    found = restoration.restored("syndrome", 256, 0.1)  # even scales are two codes off by now
+    assert found.guided == pytest.approx(found.nearest, rel=0.02)

@@ -53,7 +53,7 @@ def test_the_shares_add_up_to_the_whole_gap(results, workdir):
         for name in ("gap", "d_act"):
             total = sum(row[name]["share"] for row in shares)
             assert none[name]["share"] < 1e-5  # aligned, the trainer is the rollout
-            assert total == pytest.approx(whole[name]["share"] - none[name]["share"], rel=1e-9)
+            assert total == pytest.approx(whole[name]["share"] - none[name]["share"], rel=1e-7)
             for row in rows:
                 assert row[name]["low"] <= row[name]["share"] <= row[name]["high"]
     assert (workdir / "figures/attribution.png").stat().st_size > 1000
@@ -103,9 +103,9 @@ def test_the_table_has_every_method_and_every_number(rows, workdir):
         assert row["noise"] == (0 if name.startswith("self") else 0.01)
         assert ("code_rate" in row) == (name != "bf16 (BF16 rollout)")
     table = (workdir / "mismatch.md").read_text().split("\n\n")[-1].splitlines()
-    assert len(table) == 2 + len(rows)
-    assert table[0].startswith("| noise | method | codes | codes, latter half | scales | D_act |")
-    assert table[2].startswith("| 1.0% | bf16 (BF16 rollout) | - | - | - | - |")
+    assert len(table) == 2 + len(rows) + len(rows) - 3  # under BF16 activations no self-replays
+    assert table[0].startswith("| noise | method | bytes a token | codes | codes, latter half |")
+    assert table[2].startswith("| BF16 | bf16 (BF16 rollout) | - | - | - | - | - |")
     assert (workdir / "figures/mismatch.png").stat().st_size > 1000
 
 

@@ -235,6 +235,20 @@ def assert_same_bits(actual, expected):
         )
 
 
+def assert_same_but_near_ties(q, expected: Quantized, share=2e-3):
+    """`assert_same`, but for a share of blocks whose scales differ.
+
+    For 4/6: XLA of JAX 0.10 on CPU fuses products into sums across barriers, so that a block whose
+    two errors are within a rounding of each other may fall either way.
+    """
+    actual = read(q)
+    other = actual.scales != expected.scales
+    assert other.mean() <= share
+    same = np.repeat(~other, actual.codes.shape[-1] // other.shape[-1], axis=-1)
+    np.testing.assert_array_equal(actual.codes[same], expected.codes[same])
+    assert_same_bits(actual.outer, expected.outer)
+
+
 def assert_same(q, expected: Quantized):
     """A BlockScaled equal to the oracle's in every code, scale byte and outer scale."""
     actual = read(q)

@@ -123,8 +123,12 @@ def test_a_bfloat16_value_made_in_the_same_program(fmt):
         x = jax.nn.silu(a) * b
         return x, quantize(x, fmt, "row"), x.astype(jnp.float32)
 
-    x, result, seen = layer(a, b)
-    check(result, oracle.quantize(np.asarray(x), fmt, "row"))
+    x, (q, values), seen = layer(a, b)
+    expected = oracle.quantize(np.asarray(x), fmt, "row")
+    if fmt == "nvfp4_4over6":
+        oracle.assert_same_but_near_ties(q, expected)
+    else:
+        check((q, values), expected)
     if jax.default_backend() == "cpu":  # that there is something to see: the plain cast is excess
         assert (np.asarray(seen) != np.asarray(x).astype(np.float32)).any()
 

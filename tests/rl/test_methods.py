@@ -19,7 +19,7 @@ from trace_jax.rl.settings import resolve
 from trace_jax.training import state as train_state
 from trace_jax.training.step import TrainBatch
 
-PAPERS = {"bf16", "fp4_rollout", "qat", "trace", "trace_full"}
+PAPERS = {"bf16", "fp4_rollout", "qat", "trace", "trace_full", "trace_syndrome"}
 NEIGHBOURS = {  # method -> its own metrics
     "quads": set(),
     "qarl": {"policy/correction_ratio", "policy/masked_share"},

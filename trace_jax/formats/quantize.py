@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from trace_jax.formats import bits, block_scaled, e4m3, four_over_six, mx, nvfp4
+from trace_jax.formats import bits, block_scaled, e4m3, four_over_six, mxfp4, nvfp4
 from trace_jax.formats.block_scaled import FORMATS, BlockScaled
 
 
@@ -20,7 +20,7 @@ def scales_of(x: jax.Array, fmt: str, outer: str | jax.Array) -> tuple[jax.Array
         return nvfp4.scales_of(x, outer)
     if fmt == four_over_six.NAME:
         return four_over_six.scales_of(x, outer)
-    return mx.scales_of(x, fmt), None
+    return mxfp4.scales_of(x, fmt), None
 
 
 def scales_of_parity(x: jax.Array, fmt: str, outer: jax.Array | None, odd: jax.Array) -> jax.Array:
@@ -33,8 +33,8 @@ def scales_of_parity(x: jax.Array, fmt: str, outer: jax.Array | None, odd: jax.A
     given = None if outer is None else jnp.where(outer == 0, 1, outer)
     scales, _ = scales_of(x, fmt, given)
     nv = fmt == "nvfp4"
-    leaning = nvfp4.unrounded(x, given) if nv else mx.unrounded(x, fmt)
-    largest = e4m3.LARGEST if nv else mx.LARGEST_SCALE
+    leaning = nvfp4.unrounded(x, given) if nv else mxfp4.unrounded(x, fmt)
+    largest = e4m3.LARGEST if nv else mxfp4.LARGEST_SCALE
     code = bits.hold(scales)
     up = ((leaning >= scales.astype(jnp.float32)) | (code == 0)) & (code < largest)
     neighbour = jnp.where(up, code + 1, code - 1)

@@ -9,13 +9,13 @@ import pytest
 
 from tests.formats import edges, oracle
 from tests.formats.edges import EDGE_INDEX, EDGES
-from trace_jax.formats import block_scaled, mx
+from trace_jax.formats import block_scaled, mxfp4
 from trace_jax.formats import quantize as formats
 
 RULES = ["mxfp4", "mxfp4_floor", "mxfp8"]
 GRID = {rule: oracle.grid_of(rule) for rule in RULES}
-quantize = jax.jit(mx.quantize, static_argnames="rule")
-dequantize = jax.jit(mx.dequantize)
+quantize = jax.jit(mxfp4.quantize, static_argnames="rule")
+dequantize = jax.jit(mxfp4.dequantize)
 
 
 def check(x, rule):
@@ -149,9 +149,9 @@ def test_zero_bytes_are_zeros_where_jnp_zeros_are_nan():
 
 def test_errors():
     with pytest.raises(ValueError, match=r"is 48, not a multiple of the block 32.*64"):
-        mx.quantize(jnp.zeros((2, 48)))
+        mxfp4.quantize(jnp.zeros((2, 48)))
     with pytest.raises(ValueError, match=r"'mxfp4_round'.*'mxfp4', 'mxfp4_floor', 'mxfp8'"):
-        mx.quantize(jnp.zeros((2, 32)), "mxfp4_round")
+        mxfp4.quantize(jnp.zeros((2, 32)), "mxfp4_round")
 
 
 @pytest.mark.parametrize("rule", RULES)
