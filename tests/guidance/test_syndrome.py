@@ -40,7 +40,8 @@ def test_in_a_long_row_each_value_is_in_three_checks_of_nearly_equal_size(n, m):
 @pytest.mark.parametrize(("n", "m"), LONG[1:])
 def test_where_there_are_checks_enough_no_two_values_share_two(n, m):
     """No cycle of length four: what misleads message passing most."""
-    shared = matrix(n, m).T @ matrix(n, m)
+    H = matrix(n, m).astype(np.float32)
+    shared = H.T @ H
     np.fill_diagonal(shared, 0)
     assert shared.max() == 1
 
