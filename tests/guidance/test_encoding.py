@@ -25,6 +25,7 @@ REFUSED = list(itertools.product(["nvfp4_4over6", "mxfp8"], SYNDROMES))
 PAIRS = [pair for pair in itertools.product(FORMATS, ENCODINGS) if pair not in REFUSED]
 every_format_and_encoding = pytest.mark.parametrize(("fmt", "encoding"), PAIRS)
 quantize = jax.jit(formats.quantize, static_argnums=(1, 2))
+dequantize = jax.jit(block_scaled.dequantize)
 guide_of = jax.jit(encodings.encode, static_argnums=1)
 round_guided = jax.jit(quantizer.round_guided)
 
@@ -78,6 +79,7 @@ def test_self_replay_of_every_edge_case_has_zero_mismatches(fmt, encoding, dtype
     q = quantize(x, fmt)
     replayed, outside = round_guided(x, guide_of(q, encoding))
     oracle.assert_same(replayed, oracle.read(q))
+    oracle.assert_same_bits(dequantize(replayed), dequantize(q))
     assert not outside.any()
 
 

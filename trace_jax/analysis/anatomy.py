@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from trace_jax.analysis import comparison
 from trace_jax.analysis.attribution import Bench, Sources, engine, quieted
 from trace_jax.analysis.comparison import Comparison
 from trace_jax.guidance import mismatch
-from trace_jax.models.layer_context import EngineNoise
 from trace_jax.parallel.mesh import batch_shares
 from trace_jax.rollout.sampler import Rollout
 
@@ -26,9 +26,8 @@ PARTS = 4  # of the batch, for an engine that works on a smaller one
 
 def engines(bench: Bench) -> list[dict]:
     """How far QAT is from its rollout under each pair of engines that one machine can show."""
-    layers, key = bench.layers, bench.engine.key
-    none = EngineNoise(key, jnp.zeros(layers), jnp.zeros(layers, bool))
-    bfloat16 = none._replace(bfloat16=jnp.ones(layers, bool))
+    none = comparison.engine(bench.settings)
+    bfloat16 = comparison.engine(bench.settings, bfloat16=True)
     seen = {"measured: decode against full forward": bench.compare(QAT, none)}
     if bench.settings.rollout.batch % (PARTS * batch_shares()) == 0:
         size = bench.settings.rollout.batch // PARTS
@@ -37,7 +36,7 @@ def engines(bench: Bench) -> list[dict]:
         seen[f"measured: the same, {size} sequences at a time"] = joined(found)
     seen["measured: BF16 activations"] = bench.compare(QAT, bfloat16)
     seen[engine(bench.settings)[0]] = bench.compare(QAT, bench.engine)
-    return [{"engine": name} | summary(bench, comparison) for name, comparison in seen.items()]
+    return [{"engine": name} | summary(bench, found) for name, found in seen.items()]
 
 
 def summary(bench: Bench, seen: Comparison) -> dict:

@@ -135,11 +135,8 @@ class Bench(NamedTuple):
 
 def engine(settings: Settings) -> tuple[str, EngineNoise]:
     """The other engine and its name: emulated noise as configured, else BF16 activations."""
-    layers, key = settings.cfg.num_layers, jax.random.key(2)
     relative = settings.engine_noise
-    noise = EngineNoise(
-        key, jnp.full(layers, relative, jnp.float32), jnp.full(layers, relative == 0)
-    )
+    noise = comparison.engine(settings, relative, relative == 0)
     return (f"emulated: {relative:.1%} noise" if relative else "measured: BF16 activations"), noise
 
 

@@ -59,6 +59,14 @@ def sample(settings: Settings, task: Task, params: dict, policy: Policy, index: 
     return dataclasses.replace(drawn, audit=drawn.guidance, guidance=None)
 
 
+def engine(settings: Settings, relative: float = 0.0, bfloat16: bool = False) -> EngineNoise:
+    """An engine whose kernels, or BF16 activations, are the same in all layers; one value each."""
+    layers = settings.cfg.num_layers
+    return EngineNoise(
+        jax.random.key(2), jnp.full(layers, relative, jnp.float32), jnp.full(layers, bfloat16)
+    )
+
+
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def weights(params: dict, policy: Policy, dtype: jnp.dtype, fp4: bool) -> dict:
     """Masters as a forward reads them, those that the policy quantizes as Operands, FP4 or not.

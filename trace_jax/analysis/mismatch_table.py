@@ -10,7 +10,6 @@ gap holds what the trainer's whole softmax adds (analysis/attribution.py tells i
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import tqdm
 from matplotlib.figure import Figure
@@ -102,9 +101,7 @@ def guided(settings: Settings, name: str, encoding: str, share: str = "all") -> 
 
 def engine(settings: Settings, noise: float | None) -> EngineNoise:
     """Relative noise in all layers, or BF16 activations."""
-    layers = settings.cfg.num_layers
-    relative = jnp.full(layers, noise or 0.0, jnp.float32)
-    return EngineNoise(jax.random.key(2), relative, jnp.full(layers, noise is BF16_ENGINE))
+    return comparison.engine(settings, noise or 0.0, noise is BF16_ENGINE)
 
 
 def measure(

@@ -31,15 +31,14 @@ def code(n: int, m: int) -> tuple[np.ndarray, np.ndarray]:
     together, so that cycles of length four appear only where m is too small to avoid them. A
     function of n and m alone: both sides must come to the same code.
     """
-    weight = min(WEIGHT, m)
     filled = np.zeros(m)
     together = np.zeros((m, m))  # values that two checks share
     taken = collections.Counter()  # sets of checks that were given to a value
-    members = np.zeros((n, weight), int)
+    members = np.zeros((n, WEIGHT), int)
     for value in range(n):
         best = np.inf
         for trial in range(TRIALS):
-            chosen = _emptiest(filled, together, weight, salt=TRIALS * value + trial)
+            chosen = _emptiest(filled, together, salt=TRIALS * value + trial)
             clashes = together[np.ix_(chosen, chosen)].sum() + n * taken[tuple(chosen)]
             if clashes < best:
                 best, members[value] = clashes, chosen
@@ -48,9 +47,9 @@ def code(n: int, m: int) -> tuple[np.ndarray, np.ndarray]:
         own = members[value]
         taken[tuple(own)] += 1
         filled[own] += 1
-        together[np.ix_(own, own)] += 1 - np.eye(weight)
+        together[np.ix_(own, own)] += 1 - np.eye(WEIGHT)
     checks = np.full((m, int(filled.max())), n)
-    places = np.zeros((n, weight), int)
+    places = np.zeros((n, WEIGHT), int)
     room = np.zeros(m, int)
     for value in range(n):
         places[value] = members[value] * checks.shape[1] + room[members[value]]
@@ -59,11 +58,11 @@ def code(n: int, m: int) -> tuple[np.ndarray, np.ndarray]:
     return checks, places
 
 
-def _emptiest(filled, together, weight, salt):
-    """`weight` checks, ascending: the emptiest, sharing no value where possible; ties by a hash."""
+def _emptiest(filled, together, salt):
+    """WEIGHT checks, ascending: the emptiest, sharing no value where possible; ties by a hash."""
     tie = (np.arange(1, len(filled) + 1) * 2654435761 + salt * 2246822519) % 2**32 / 2**32
     chosen = []
-    for _ in range(weight):
+    for _ in range(WEIGHT):
         cost = filled + tie + len(filled) * 2**16 * together[chosen].sum(axis=0)
         cost[chosen] = np.inf
         chosen.append(int(np.argmin(cost)))

@@ -66,13 +66,12 @@ def grpo(
     ratio_BT = importance_ratio(log_ratio(logp_BT, jax.lax.stop_gradient(logp_old_BT), mask_BT))
     capped_BT = jnp.minimum(ratio_BT, ratio_cap)
     surrogate_BT, clipped_BT = _clipped(capped_BT, advantage_B, clip_low, clip_high)
-    terms = {
-        "policy/importance_ratio": total(ratio_BT, share_BT),
-        "policy/clipped_share": total(clipped_BT, share_BT),
-        "policy/capped_share": total(ratio_BT > ratio_cap, share_BT),
+    terms_BT = {
+        "policy/importance_ratio": ratio_BT,
+        "policy/clipped_share": clipped_BT,
+        "policy/capped_share": ratio_BT > ratio_cap,
     }
-    loss_sum = -total(_fixed(weight_BT) * surrogate_BT, share_BT)
-    return loss_sum, total(1.0, share_BT), terms
+    return _sums(surrogate_BT, weight_BT, share_BT, terms_BT)
 
 
 def gspo(
@@ -101,12 +100,8 @@ def gspo(
     share_BT = sequence_mean(mask_BT)
     ratio_BT = _ratio_of_sequence(logp_BT, logp_old_BT, mask_BT)
     surrogate_BT, clipped_BT = _clipped(ratio_BT, advantage_B, clip_low, clip_high)
-    terms = {
-        "policy/importance_ratio": total(ratio_BT, share_BT),
-        "policy/clipped_share": total(clipped_BT, share_BT),
-    }
-    loss_sum = -total(_fixed(weight_BT) * surrogate_BT, share_BT)
-    return loss_sum, total(1.0, share_BT), terms
+    terms_BT = {"policy/importance_ratio": ratio_BT, "policy/clipped_share": clipped_BT}
+    return _sums(surrogate_BT, weight_BT, share_BT, terms_BT)
 
 
 def tbpo(
@@ -137,12 +132,14 @@ def tbpo(
     ratio_BT = _ratio_of_sequence(logp_BT, logp_old_BT, mask_BT)
     inside_BT = (low <= ratio_BT) & (ratio_BT <= high)
     surrogate_BT = jnp.where(inside_BT, ratio_BT * _column(advantage_B), 0)
-    terms = {
-        "policy/importance_ratio": total(ratio_BT, share_BT),
-        "policy/clipped_share": total(~inside_BT, share_BT),
-    }
-    loss_sum = -total(_fixed(weight_BT) * surrogate_BT, share_BT)
-    return loss_sum, total(1.0, share_BT), terms
+    terms_BT = {"policy/importance_ratio": ratio_BT, "policy/clipped_share": ~inside_BT}
+    return _sums(surrogate_BT, weight_BT, share_BT, terms_BT)
+
+
+def _sums(surrogate_BT, weight_BT, share_BT, terms_BT):
+    """(loss_sum, count, terms) of a surrogate and of terms by token."""
+    terms = {name: total(x_BT, share_BT) for name, x_BT in terms_BT.items()}
+    return -total(_fixed(weight_BT) * surrogate_BT, share_BT), total(1.0, share_BT), terms
 
 
 def token_mean(mask_BT: jax.Array) -> jax.Array:
