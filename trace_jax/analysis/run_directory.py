@@ -64,7 +64,7 @@ class RunDirectory:
         """
         path = self.path / "config.json"
         if resumes and path.exists():
-            changed = _differences(json.loads(path.read_text()), _plain(config), may_differ)
+            changed = differences(read_config(self.path), config, may_differ)
             if changed:
                 raise ValueError(
                     f"{path} is of a run with another configuration:\n"
@@ -230,9 +230,11 @@ def _dumps(value: Any, indent: int | None = None) -> str:
     return json.dumps(_plain(value), indent=indent, allow_nan=False)
 
 
-def _differences(old: dict, new: dict, may_differ: tuple[str, ...]) -> list[str]:
-    """One line for each dotted key whose values differ, leaving out `may_differ`."""
-    old, new = _flatten(old), _flatten(new)
+def differences(
+    old: Mapping[str, Any], new: Mapping[str, Any], may_differ: tuple[str, ...] = ()
+) -> list[str]:
+    """One line for each dotted key whose values differ as JSON, leaving out `may_differ`."""
+    old, new = flatten(_plain(old)), flatten(_plain(new))
 
     def shown(flat: dict, key: str) -> str:
         return repr(flat[key]) if key in flat else "absent"
@@ -245,12 +247,12 @@ def _differences(old: dict, new: dict, may_differ: tuple[str, ...]) -> list[str]
     ]
 
 
-def _flatten(tree: dict, prefix: str = "") -> dict[str, Any]:
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """{"a": {"b": 1}} as {"a.b": 1}."""
     flat = {}
     for key, value in tree.items():
-        if isinstance(value, dict) and value:
-            flat |= _flatten(value, f"{prefix}{key}.")
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(value, f"{prefix}{key}.")
         else:
             flat[f"{prefix}{key}"] = value
     return flat

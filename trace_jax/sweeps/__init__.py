@@ -1,0 +1,1 @@
+"""Sweeps: many runs of the main job, resumable, on this machine or a cluster, and their report."""
