@@ -18,7 +18,8 @@ MAY_IMPORT = {  # beside itself
     "rl": {"formats", "guidance", "models", "parallel", "rollout", "training", "analysis"},
     "analysis": {
         "formats", "kernels", "parallel", "guidance", "models", "rollout", "training", "rl",
-    },  # all but experiments
+    },  # all but experiments and sweeps
+    "sweeps": {"rl", "analysis"},
 }  # fmt: skip
 MODULES = sorted((ROOT / "trace_jax").rglob("*.py"))
 

@@ -1,4 +1,4 @@
-"""Methods over Qwen-style families at their tiny sizes, and over depth and width of the default.
+"""Methods over Qwen-style families at their tiny sizes.
 
 python -m experiments.sweep --config=configs/sweeps/sizes.py --workdir=runs/sizes
 """
@@ -7,9 +7,12 @@ from ml_collections import ConfigDict
 
 from configs.sweeps import base
 
-SIZES = ("configs/tiny_cpu.py",) + tuple(
-    f"configs/tiny_family.py:{name}"
-    for name in ("qwen3_30b_a3b", "qwen3_5_35b_a3b", "qwen3_next_80b_a3b", "qwen3_8_flash_next")
+SIZES = (
+    "configs/tiny_cpu.py",
+    "configs/tiny_family.py:qwen3_30b_a3b",
+    "configs/tiny_family.py:qwen3_next_80b_a3b",
+    "configs/tiny_family.py:qwen3_5_35b_a3b",
+    "configs/tiny_family.py:qwen3_8_flash_next",
 )
 
 

@@ -49,23 +49,20 @@ def visible_gpus(place: int, count: int) -> dict[str, str]:
 def slurm(runs: Iterable[Run], folder: Path, options: Mapping, cluster: str | None = None) -> list:
     """Submits each run as a job and returns the submitit jobs; does not wait.
 
-    options: submitit's parameters (timeout_min, slurm_partition, slurm_gres, slurm_array_parallelism,
-    ...). Submitting the same run twice is harmless: the second waits, then finds it done.
+    options: submitit's parameters (timeout_min, slurm_partition, slurm_gres, ...). Submitting the same run twice is harmless: the second waits, then finds it done.
     Raises ImportError naming the package to install.
     """
     try:
         import submitit
     except ImportError as error:
-        raise ImportError(
-            "config.launcher='slurm' needs submitit: pip install submitit"
-        ) from error
+        raise ImportError("config.launcher='slurm' needs submitit: pip install submitit") from error
     executor = submitit.AutoExecutor(folder=folder, cluster=cluster)
-    executor.update_parameters(**options)
+    executor.update_parameters(**{key: value for key, value in options.items() if value != ""})
     return executor.map_array(execute_or_raise, list(runs))
 
 
 def execute_or_raise(run: Run) -> str:
-    """Makes the run and returns its name. Raises RuntimeError where it fails, so that Slurm knows."""
+    """Makes the run; its name. Raises RuntimeError where it fails, so that Slurm knows."""
     if not run.execute(os.environ):
         raise RuntimeError(f"{run.name}: {run.error}")
     return run.name

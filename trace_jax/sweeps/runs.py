@@ -76,7 +76,7 @@ class Run:
         return json.loads((self.workdir / "failed.json").read_text())["error"]
 
     def resolved(self) -> ConfigDict:
-        """Its configuration. Raises ValueError naming an override that the config has no key for."""
+        """Its configuration. Raises ValueError naming an override that does not fit the config."""
         config = load_config(self.config)
         for key, value in {**self.fixed, **self.varied}.items():
             try:

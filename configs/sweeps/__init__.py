@@ -1,1 +1,0 @@
-"""Sweeps over configurations, for experiments.sweep."""
