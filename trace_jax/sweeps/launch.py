@@ -49,7 +49,8 @@ def visible_gpus(place: int, count: int) -> dict[str, str]:
 def slurm(runs: Iterable[Run], folder: Path, options: Mapping, cluster: str | None = None) -> list:
     """Submits each run as a job and returns the submitit jobs; does not wait.
 
-    options: submitit's parameters (timeout_min, slurm_partition, slurm_gres, ...). Submitting the same run twice is harmless: the second waits, then finds it done.
+    options: submitit's parameters (timeout_min, slurm_partition, slurm_gres, ...).
+    Submitting the same run twice is harmless: the second waits, then finds it done.
     Raises ImportError naming the package to install.
     """
     try:

@@ -30,7 +30,7 @@ from trace_jax.analysis import run_directory
 from trace_jax.rl import settings
 
 KEYS = ("config", "fixed", "axes", "launcher", "jobs", "gpus_per_run", "slurm")
-SEED = "seed"
+SEED, FILE = "seed", "config"  # the axis of repetitions, and the one that varies the file
 LONGEST_NAME = 120  # characters; file systems allow 255
 
 
@@ -51,6 +51,11 @@ class Run:
         if name == text and len(name) <= LONGEST_NAME:
             return name
         return f"{name[:LONGEST_NAME]}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+    @property
+    def overrides(self) -> dict[str, Any]:
+        """All that it overrides in its config file, by dotted key."""
+        return {k: v for k, v in {**self.fixed, **self.varied}.items() if k != FILE}
 
     @property
     def group(self) -> str:
@@ -78,22 +83,22 @@ class Run:
     def resolved(self) -> ConfigDict:
         """Its configuration. Raises ValueError naming an override that does not fit the config."""
         config = load_config(self.config)
-        for key, value in {**self.fixed, **self.varied}.items():
+        for key, value in self.overrides.items():
             try:
                 config.update_from_flattened_dict({key: value})
             except (KeyError, AttributeError, TypeError) as error:
                 raise ValueError(
-                    f"run {self.name}: {key}={value!r} does not fit {self.config}: {error}"
+                    f"run {self.name}: {key}={value!r} does not fit {self.config}: "
+                    + str(error).split(" Other fields present")[0]
                 ) from error
         return config
 
     def command(self) -> list[str]:
         """The command line that makes or continues it."""
-        overrides = {**self.fixed, **self.varied}
         return [
             sys.executable, "-m", "experiments.rl", f"--config={self.config}",
             f"--workdir={self.workdir}",
-            *(f"--config.{key}={value}" for key, value in overrides.items()),
+            *(f"--config.{key}={value}" for key, value in self.overrides.items()),
         ]  # fmt: skip
 
     def check(self) -> None:
@@ -157,7 +162,7 @@ def runs_of(config: Mapping, root: str | Path) -> list[Run]:
     runs = []
     for values in itertools.product(*(axes[key] for key in order)):
         chosen = dict(zip(order, values, strict=True))
-        file = chosen.get("config", config["config"])
+        file = chosen.get(FILE, config["config"])
         varied = {key: chosen[key] for key in axes}
         runs.append(Run(file, fixed, varied, Path(root)))
     twice = {run.name for run in runs if [r.name for r in runs].count(run.name) > 1}
