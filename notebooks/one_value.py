@@ -161,6 +161,6 @@ axes.legend(frameon=False)
 plt.show()
 
 # %% [markdown]
-# The syndrome restores what BF16 rounding disturbs (0.2 to 1%) and gives out beyond. The low bit and
-# the full code reach further, and lose the same values here: those that moved by more than a code,
-# out of the trainer's bracket. There the full code still takes the neighbour that is nearer.
+# The syndrome restores what BF16 rounding disturbs (0.2 to 1%) and gives out beyond. The low bit
+# and the full code reach further, and lose the same values here: those that moved by more than a
+# code, out of the trainer's bracket. There the full code still takes the neighbour that is nearer.
