@@ -6,6 +6,7 @@ from matplotlib.image import imread
 
 from trace_jax.analysis import plots
 from trace_jax.analysis.run_directory import RunDirectory
+from trace_jax.rl.methods import METHODS
 
 
 def make_run(workdir, steps=30, mismatch=0.01, every=10):
@@ -95,6 +96,15 @@ def test_plot_comparison_has_a_line_a_seed_and_a_median(tmp_path, drawn):
     mismatch = lines(drawn[0].axes[2])
     np.testing.assert_allclose(mismatch["trace"].get_ydata(), 2.0 * np.arange(1, 31))
     assert mismatch["qat"].get_xdata()[-1] == 19
+
+
+def test_no_two_methods_look_alike(tmp_path, drawn):
+    looks = [plots.look(method) for method in METHODS] + list(plots.OTHER_LOOKS)
+    assert len(set(looks)) == len(METHODS) + len(plots.OTHER_LOOKS)
+    runs = {method: [make_run(tmp_path / method, steps=2)] for method in (*METHODS, "a", "b")}
+    plots.plot_comparison(runs, tmp_path / "methods.png")
+    shown = lines(drawn[0].axes[0]).values()
+    assert len({(line.get_color(), str(line._dash_pattern)) for line in shown}) == len(runs)
 
 
 def test_plot_comparison_names_a_method_without_runs(tmp_path):

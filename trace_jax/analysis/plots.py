@@ -18,7 +18,8 @@ from trace_jax.analysis.run_directory import read_config, read_metrics
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
 BLUE, VERMILLION, PURPLE, GREY = "#0072B2", "#D55E00", "#CC79A7", "#777777"
 
-# A preset has the same colour in every figure; other methods take the rest in turn.
+# A method has the same colour in every figure. What corrects another method has that one's colour,
+# dashed (METHOD_DASHES). Methods that are not listed are grey or sky, in dashes of their own.
 METHOD_COLORS = {
     "bf16": BLACK,
     "fp4_rollout": ORANGE,
@@ -26,9 +27,18 @@ METHOD_COLORS = {
     "trace": BLUE,
     "trace_full": GREEN,
     "trace_syndrome": PURPLE,
+    "quads": SKY,
+    "qarl": VERMILLION,
+    "tis": ORANGE,
+    "icepop": ORANGE,
+    "score_centering": ORANGE,
 }
-OTHER_COLORS = (SKY, GREY)
-DASHED = (0, (4, 3))
+SOLID, DASHED, DOTTED, DASH_DOTTED = "-", (0, (4, 3)), (0, (1, 1.5)), (0, (6, 2, 1, 2))
+METHOD_DASHES = {"qarl": DASHED, "tis": DASHED, "icepop": DOTTED, "score_centering": DASH_DOTTED}
+OTHER_LOOKS = (
+    (GREY, SOLID), (GREY, DASHED), (GREY, DOTTED), (GREY, DASH_DOTTED),
+    (SKY, DASHED), (SKY, DOTTED), (SKY, DASH_DOTTED),
+)  # fmt: skip
 
 REWARD = ("Training reward", "mean over completions")
 ACCURACY = ("Held-out accuracy", "share exactly right")
@@ -98,12 +108,12 @@ def plot_comparison(
     """
     figure, panels = _panels()
     names = ("reward/mean", "eval/accuracy_fp4", "mismatch/logp_abs_mean")
-    others = iter(OTHER_COLORS * len(workdirs_by_method))
+    others = iter(OTHER_LOOKS * len(workdirs_by_method))
     for method, workdirs in workdirs_by_method.items():
         if not workdirs:
             raise ValueError(f"method {method!r} has no runs; name a run directory or leave it out")
         runs = [_rows(workdir) for workdir in workdirs]
-        color = METHOD_COLORS.get(method) or next(others)
+        color, dashes = look(method) if method in METHOD_COLORS else next(others)
         for axes, name in zip(panels, names, strict=True):
             curves = [curve(rows, name) for rows in runs]
             if name != "eval/accuracy_fp4":
@@ -113,11 +123,12 @@ def plot_comparison(
                 curves, middle = [_positive(points) for points in curves], _positive(middle)
             for points in curves:
                 axes.plot(*points, color=color, linewidth=0.6, alpha=0.45)
-            axes.plot(*middle, color=color, linewidth=1.6, label=method)
+            axes.plot(*middle, color=color, linestyle=dashes, linewidth=1.6, label=method)
     figure.legend(
         *panels[0].get_legend_handles_labels(),
         loc="outside upper center",
-        ncols=len(workdirs_by_method),
+        ncols=min(len(workdirs_by_method), 6),
+        handlelength=3,
         frameon=False,
         fontsize=8,
     )
@@ -125,6 +136,11 @@ def plot_comparison(
     for axes, text in zip(panels, (REWARD, fp4_accuracy, MISMATCH), strict=True):
         _finish(axes, *text)
     return _save(figure, Path(out))
+
+
+def look(method: str) -> tuple[str, str | tuple]:
+    """(colour, dashes) of a listed method, as matplotlib takes them."""
+    return METHOD_COLORS[method], METHOD_DASHES.get(method, SOLID)
 
 
 def curve(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[np.ndarray, np.ndarray]:
