@@ -18,7 +18,7 @@ MAY_IMPORT = {  # beside itself
     "rl": {"formats", "guidance", "models", "parallel", "rollout", "training", "analysis"},
     "analysis": {
         "formats", "kernels", "parallel", "guidance", "models", "rollout", "training", "rl",
-    },  # all but experiments and sweeps
+    },  # all but sweeps and experiments
     "sweeps": {"rl", "analysis"},
 }  # fmt: skip
 MODULES = sorted((ROOT / "trace_jax").rglob("*.py"))
