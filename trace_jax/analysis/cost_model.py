@@ -34,8 +34,8 @@ class Chip:
     fp4: float | None = None  # FLOP/s; None: FP4 is dequantized and multiplied in BF16
 
 
-# TPU: Google Cloud's system-architecture pages (tpu7x: 192 GiB, two devices a chip). GPU: NVIDIA's
-# data sheets of the SXM boards; memory and bandwidth of XLA's target descriptions.
+# GPU memory and bandwidth: XLA's target descriptions. The others are the vendors' round peaks,
+# set down without the data sheets at hand: compare with yours. tpu7x: a chip of two devices.
 CHIPS = {
     "v5e": Chip(16 * 2**30, 819e9, 197e12, 200e9),
     "v5p": Chip(95 * 2**30, 2765e9, 459e12, 600e9),
