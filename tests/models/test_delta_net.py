@@ -273,7 +273,7 @@ def test_the_layer_equals_its_equations(cfg):
     x_BTD = draw(B, T, D, seed=4)
     y_BTD, after, quantized = apply(params(), x_BTD, cfg=cfg)
     exact = jax.tree.map(np.float64, params())
-    close([y_BTD], [layer(x_BTD, exact, cfg) @ exact["out"].T], atol=2e-5)
+    close([y_BTD], [layer(x_BTD, exact, cfg) @ exact["out"].T], atol=1e-4)
     other = layer(x_BTD, exact, SIGMOID if cfg is CFG else CFG) @ exact["out"].T
     assert np.max(np.abs(y_BTD - other)) > 0.1
     assert after.state_BHKV.shape == (B, H, K, V)
@@ -323,7 +323,7 @@ def test_fp4_sites_take_the_projections_and_leave_the_gates():
     assert quantized.keys() == expected.keys()
     for site, q in quantized.items():
         np.testing.assert_allclose(block_scaled.dequantize(q), expected[site], rtol=1e-5)
-    close([y_BTD], [heads @ weights["out"].T], atol=2e-5)
+    close([y_BTD], [heads @ weights["out"].T], atol=1e-4)
 
 
 def test_a_gradient_step_reaches_every_parameter():
