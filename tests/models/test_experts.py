@@ -2,17 +2,21 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from tests.small_model import CFG, EVERYTHING
 from trace_jax.formats.block_scaled import Operand
 from trace_jax.guidance.policy import NOTHING
 from trace_jax.models import experts
 from trace_jax.models.layer_context import LayerContext
+from trace_jax.parallel import mesh as meshes
 
 B, T, E, A = 2, 5, CFG.num_experts, CFG.num_experts_per_token
 D, F = CFG.hidden_size, CFG.moe_intermediate_size
@@ -133,3 +137,40 @@ def test_hidden_rows_are_recorded_in_the_order_of_the_choices():
     for rows, other in zip(*map(jax.tree.leaves, (q, swapped)), strict=True):
         assert np.array_equal(rows, other[:, :, ::-1])
     np.testing.assert_allclose(y, swapped_y, rtol=1e-6, atol=1e-6)
+
+
+def test_tokens_travel_and_experts_stay():
+    """All tokens on one expert's device at worst; no expert matrix is gathered, none dropped."""
+    mesh = meshes.make_mesh({"data": 2, "expert": 4})
+    many, few = 8, T
+    x = jax.random.normal(jax.random.key(1), (many, few, D))
+    weight = jax.nn.softmax(jax.random.normal(jax.random.key(2), (many, few, A)))
+    spread = jnp.argsort(jax.random.normal(jax.random.key(4), (many, few, E)))[..., :A]
+    context = LayerContext(EVERYTHING, jnp.float32)
+
+    def value(parallel, x, chosen, weight, weights):
+        function = experts.expert_mixture_of_group if parallel else experts.expert_mixture
+        spec = P("expert") if parallel else P()
+        y, q = meshes.over_batch(
+            functools.partial(function, context),
+            Operand(x, None), chosen, weight, None, whole=weights, whole_spec=spec,
+        )  # fmt: skip
+        return jnp.sum(jnp.sin(y)), (y, q)
+
+    both = jax.jit(jax.value_and_grad(value, (1, 3, 4), has_aux=True), static_argnums=0)
+    with jax.set_mesh(mesh):
+        place = lambda tree, spec: jax.device_put(tree, NamedSharding(mesh, spec))
+        shared = place(weights_of(), P("expert"))
+        rows = place((x, spread, weight), P(meshes.BATCH))
+        program = both.lower(True, *rows, shared).compile()
+    gathered = re.findall(r"= \S*?\[([\d,]*)\]\S* all-gather", program.as_text())
+    assert gathered  # the tokens
+    assert not {f"{E},{2 * F},{D}", f"{E},{D},{F}"} & set(gathered)
+    for chosen in (spread, jnp.full_like(spread, 2).at[..., 1].set(3), jnp.full_like(spread, 0)):
+        (_, (y, q)), grads = program(rows[0], place(chosen, P(meshes.BATCH)), rows[2], shared)
+        (_, (one_y, one_q)), one_grads = both(False, x, chosen, weight, weights_of())
+        np.testing.assert_allclose(y, one_y, rtol=1e-5, atol=1e-4)
+        assert np.array_equal(q.codes, one_q.codes)
+        for ours, theirs in zip(*map(jax.tree.leaves, (grads, one_grads)), strict=True):
+            # float32 sums in another order, against the largest of the array's sums
+            np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-4 * np.abs(theirs).max())

@@ -24,6 +24,7 @@ from trace_jax.models import decoder
 from trace_jax.parallel import mesh as meshes
 
 MESHES = {"data=8": {"data": 8}, "data=4,fsdp=2": {"data": 4, "fsdp": 2}}
+EXPERTS = {"data=2,expert=4": {"data": 2, "expert": 4}}
 
 
 def on_mesh(function, sizes, batch, whole):
@@ -35,7 +36,7 @@ def on_mesh(function, sizes, batch, whole):
         return function(whole, *batch)
 
 
-@pytest.mark.parametrize("sizes", MESHES.values(), ids=MESHES)
+@pytest.mark.parametrize("sizes", (MESHES | EXPERTS).values(), ids=MESHES | EXPERTS)
 def test_eight_devices_draw_the_tokens_of_one(sizes):
     def run(whole, prompts_BP, length_B, id_B):
         return quick_sample(SAMPLER, whole[0], prompts_BP, length_B, whole[1], id_B, 1.0)
@@ -56,7 +57,8 @@ def test_eight_devices_draw_the_tokens_of_one(sizes):
     )
 
 
-def test_guided_gradient_on_eight_devices_is_that_of_one():
+@pytest.mark.parametrize("sizes", [{"data": 4, "fsdp": 2}, {"data": 2, "expert": 4}], ids=str)
+def test_guided_gradient_on_eight_devices_is_that_of_one(sizes):
     """Guidance of some layers only, so that each device chooses by the layer inside its share."""
     rollout = sample()
     half = rollout.guidance
@@ -78,7 +80,7 @@ def test_guided_gradient_on_eight_devices_is_that_of_one():
     first = lambda tree: jax.tree.map(lambda a: a.swapaxes(0, 1), tree)
     batch = (rollout.tokens_BT, first(rollout.routes_LBTA), first(half.guides))
     one, one_grads = gradient(masters(), *batch)
-    many, many_grads = on_mesh(gradient, {"data": 4, "fsdp": 2}, batch, masters())
+    many, many_grads = on_mesh(gradient, sizes, batch, masters())
     np.testing.assert_allclose(one, many, rtol=1e-5)
     for ours, theirs in zip(*map(jax.tree.leaves, (many_grads, one_grads)), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-6)

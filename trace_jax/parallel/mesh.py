@@ -1,6 +1,7 @@
 """The device mesh and the one table that says which logical axis lies on which mesh axis.
 
-Mesh axes: `data` and `fsdp` split the batch; `fsdp`, `expert` and `tensor` split parameters.
+Mesh axes: `data`, `fsdp` and `expert` split the batch; `fsdp`, `expert` and `tensor` split
+parameters. Devices along `expert` hold different experts, and exchange tokens for that layer only.
 """
 
 import math
@@ -13,7 +14,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 MESH_AXES = ("data", "fsdp", "expert", "tensor")
-BATCH = ("data", "fsdp")
+BATCH = ("data", "fsdp", "expert")
+REPLICATED = P()
 
 RULES = {  # logical axis of a parameter -> mesh axis, or None for replicated
     "layers": None,
@@ -90,17 +92,25 @@ def batch_shares() -> int:
     return 1 if mesh.empty else math.prod(mesh.shape[axis] for axis in BATCH)
 
 
-def over_batch(function: Callable, *arguments: Any, whole: tuple = ()) -> Any:
+def expert_shares() -> int:
+    """Over how many devices the mesh in context splits the experts; 1 without one."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return 1 if mesh.empty else mesh.shape["expert"]
+
+
+def over_batch(
+    function: Callable, *arguments: Any, whole: tuple = (), whole_spec: P = REPLICATED
+) -> Any:
     """function(*arguments, *whole), run by each device on its own share of the batch.
 
-    Arguments and results are pytrees of arrays whose leading axis is the batch; `whole` is
-    replicated. Without a mesh in context this is a plain call.
+    Arguments and results are pytrees of arrays whose leading axis is the batch; `whole` is laid
+    out by `whole_spec`, replicated by default. Without a mesh in context this is a plain call.
     """
     if batch_shares() == 1:
         return function(*arguments, *whole)
     share = jax.shard_map(
         function,
-        in_specs=(P(BATCH),) * len(arguments) + (P(),) * len(whole),
+        in_specs=(P(BATCH),) * len(arguments) + (whole_spec,) * len(whole),
         out_specs=P(BATCH),
         check_vma=False,
     )
