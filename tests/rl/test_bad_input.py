@@ -115,7 +115,7 @@ REFUSED = [  # (overrides, what the message must hold)
     (
         {"rollout.prompts": 3},
         "config.rollout.prompts * config.rollout.completions=12: must be a multiple of "
-        "mesh.data * mesh.fsdp = 8",
+        "mesh.data * mesh.fsdp * mesh.expert = 8",
     ),
     ({"warmup.batch": 12}, "config.warmup.batch=12: must be a multiple of"),
     ({"evaluation.prompts": 4}, "config.evaluation.prompts=4: must be a multiple of"),

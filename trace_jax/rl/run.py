@@ -118,7 +118,7 @@ def check_mesh(settings: Settings) -> None:
     params = jax.eval_shape(functools.partial(decoder.init, settings.cfg), jax.random.key(0))
     train_state.parameter_shardings(settings.cfg, params, mesh)
     for key, size in sizes.items():
-        rule = f"must be a multiple of mesh.data * mesh.fsdp = {shares}"
+        rule = f"must be a multiple of mesh.data * mesh.fsdp * mesh.expert = {shares}"
         require(size % shares == 0, key, size, rule)
 
 
